@@ -1,0 +1,128 @@
+"""RoPE-Mixed: each pair of channels turns along its own learned direction, per head and per layer.
+
+Heo, Park, Han, Yun, *Rotary Position Embedding for Vision Transformer*, ECCV 2024, arXiv 2403.13298. Reference: naver-ai/rope-vit
+(rotary files under the Llama 2 licence; nothing of them is here). Beyond the reference: any number of axes, frequencies that stay
+float32 under every cast, scalings for learned frequencies through the length of each frequency vector.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmpos.encodings._rotary import ROTARY_RULES, RotaryEncoding
+from mmpos.encodings.base import Facts
+from mmpos.encodings.registry import register
+from mmpos.functional.rotary import inverse_frequencies, mixed_angles
+from mmpos.positions import Positions
+
+
+@register("rope_mixed")
+class RopeMixed(RotaryEncoding):
+    """Mixed rotary encoding, ``angle = row f_row + column f_column`` with learned frequency vectors.
+
+    Args:
+        dim: model width ``D``.
+        num_heads: attention heads ``h``; ``head_dim`` must be a multiple of twice the axes.
+        theta: base of the ladder of initial magnitudes, 10 in the paper.
+        per_head: whether each head owns its frequencies.
+        init: ``random`` draws one frame of directions per head (the paper); ``axial`` starts as RoPE-Axial.
+        learned: whether the frequencies train.
+        rotary: arguments of :class:`~mmpos.encodings._rotary.RotaryEncoding`.
+
+    Shape:
+        ``freqs`` is ``(A, heads or 1, d/2)``, axis order of the coordinates (row, col), radians per patch.
+    """
+
+    facts = Facts(
+        title="RoPE-Mixed",
+        source="Heo et al. 2024, arXiv 2403.13298",
+        plugs_into=("qk",),
+        scope="layer",
+        resolution_rules=ROTARY_RULES,
+        head_dim_rule="a multiple of 2 x axes",
+        relative=True,
+        learned=True,
+    )
+    fp32_parameters = ("freqs",)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        theta: float = 10.0,
+        per_head: bool = True,
+        init: str = "random",
+        learned: bool = True,
+        **rotary: Any,
+    ) -> None:
+        super().__init__(dim, num_heads, **rotary)
+        if init not in ("random", "axial"):
+            raise ValueError(f"init: expected 'random' or 'axial', got {init!r}")
+        self.theta = theta
+        self.init = init
+        heads = num_heads if per_head else 1
+        self.freqs = nn.Parameter(torch.empty(self.axes, heads, self.head_dim // 2), requires_grad=learned)
+        self.reset_parameters()
+
+    def check_head_dim(self) -> None:
+        if self.head_dim % (2 * self.axes):
+            raise ValueError(
+                f"head_dim: {self.name} needs a multiple of {2 * self.axes} for {self.axes} axes, got {self.head_dim} (dim {self.dim}, "
+                f"num_heads {self.num_heads}); change dim or num_heads"
+            )
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Magnitudes on the ladder; directions from a random orthonormal frame per head."""
+        heads = self.freqs.shape[1]
+        device = self.freqs.device
+        if self.axes == 2:
+            turn = torch.rand(heads, device=device) * 2 * math.pi if self.init == "random" else torch.zeros(heads, device=device)
+            self.freqs.copy_(mixed_init_2d(turn, self.head_dim, self.theta))
+            return
+        frame = torch.eye(self.axes, device=device).expand(heads, -1, -1)
+        if self.init == "random":
+            frame = torch.linalg.qr(torch.randn(heads, self.axes, self.axes, device=device))[0]
+        # rows of the frame, last axis first so that the axial start equals RoPE-Axial in its default order
+        self.freqs.copy_(_spread(frame.flip(-2), self.head_dim, self.theta))
+
+    def angles(self, positions: Positions) -> tuple[Tensor, Tensor | None]:
+        coords = self.coordinate_values(positions)
+        freqs = self.freqs.to(self.compute_dtype(positions, self.freqs))
+        if self.resolution in ("index", "rescaled"):
+            return mixed_angles(coords, freqs), None
+        # each axis has its own scale; the ladder place of a pair is that of its whole frequency vector
+        length = freqs.norm(dim=0).clamp_min(1e-12)
+        pairs = self.head_dim // self.axes
+        scaled = [self.scaled(length, positions, axis, pairs, self.theta) for axis in range(self.axes)]
+        freqs = torch.stack([freqs[axis] * factor / length for axis, (factor, _) in enumerate(scaled)], dim=1)
+        amplitudes = [amplitude for _, amplitude in scaled if amplitude is not None]
+        if not amplitudes:
+            return mixed_angles(coords, freqs), None
+        mean = torch.stack(amplitudes).mean(0)  # a pair reads all axes at once
+        return mixed_angles(coords, freqs), mean[:, None, None, None]
+
+
+def mixed_init_2d(turn: Tensor, head_dim: int, theta: float) -> Tensor:
+    """The initialisation of the paper from one angle per head, in the axis order (row, col).
+
+    Half of the pairs point along ``(cos a, sin a)`` in (x, y), the other half at right angles to it.
+
+    Shape:
+        turn ``(heads,)`` radians; returns ``(2, heads, d/2)``.
+    """
+    direction = torch.stack([turn, turn + math.pi / 2])  # (2 groups, heads)
+    frame = torch.stack([direction.sin(), direction.cos()], dim=-1)  # (groups, heads, (row, col))
+    return _spread(frame.transpose(0, 1), head_dim, theta)
+
+
+def _spread(frame: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Ladder of magnitudes along each vector of a frame ``(heads, groups, A)`` -> ``(A, heads, d/2)``."""
+    groups = frame.shape[1]
+    ladder = inverse_frequencies(head_dim // (2 * groups), theta, device=frame.device, dtype=frame.dtype)
+    return (frame[..., None] * ladder).movedim(2, 0).flatten(-2)

@@ -1,0 +1,1 @@
+"""Numbers of the reference codes, and the runner that holds ours against them: ``python -m tests.golden DIR``."""

@@ -1,0 +1,1 @@
+"""One module per method folder, named as the folder, with ``run(case) -> {name of an output: tensor}``."""
