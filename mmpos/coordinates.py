@@ -52,7 +52,11 @@ def unit(positions: Positions, offset: float = 0.0) -> Tensor:
 
 def endpoints(positions: Positions, offset: float = 0.0) -> Tensor:
     """First and last patch at -1 and 1: ``2 (i + offset) / (n - 1) - 1`` (timm pixel bands); one patch sits at -1."""
-    return 2 * (positions.coords + offset) / (_denominator(positions, "separate") - 1).clamp_min(1) - 1
+    last = (_denominator(positions, "separate") - 1).clamp_min(1)
+    step = 2 / last
+    i = positions.coords + offset
+    # counted from the nearer end, as torch.linspace does: symmetric, and bands of hundreds of radians see every rounding
+    return torch.where(i < (last + 1) / 2, -1 + step * i, 1 - step * (last - i))
 
 
 def rescaled(

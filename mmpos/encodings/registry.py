@@ -67,10 +67,15 @@ def encoding_class(name: str) -> type[PositionEncoding]:
 
 def encoding_options(name: str) -> dict[str, Any]:
     """Options of an encoding and their defaults, without the arguments that come from the model."""
-    parameters = dict(inspect.signature(PositionEncoding.__init__).parameters)
-    parameters.update(inspect.signature(encoding_class(name).__init__).parameters)
-    skip = {*_COMMON, "self", "common", "kwargs"}
-    return {key: parameter.default for key, parameter in parameters.items() if key not in skip}
+    skip = {*_COMMON, "self"}
+    options: dict[str, Any] = {}
+    for cls in encoding_class(name).__mro__:  # a class passes what it does not know to its base by **keywords
+        if not issubclass(cls, PositionEncoding):
+            break
+        for key, parameter in inspect.signature(cls.__init__).parameters.items():
+            if key not in skip and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                options.setdefault(key, parameter.default)
+    return options
 
 
 class LayerState(NamedTuple):
