@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmpos.encodings.base import PositionEncoding, overrides
+from mmpos.encodings.base import PositionEncoding
 from mmpos.encodings.registry import LayerState
 
 __all__ = ["attend", "fused_attention", "plain_attention"]
@@ -63,7 +63,7 @@ def attend(
         term = encoding.logit_bias(q, k, prepared)
         if term is not None:
             bias = add_bias(bias, term.to(q.dtype))
-        if overrides(encoding, "attend"):
+        if encoding.owns_attention:
             owner = (encoding, prepared)
     if owner is not None:
         out = owner[0].attend(q, k, v, owner[1], bias=bias, scale=scale, dropout_p=dropout_p, plain=plain)

@@ -28,6 +28,7 @@ class Positions:
         mask: ``True`` for real tokens, ``False`` for padding; ``None`` when every token is real.
         extent: size of the field along each axis, in patch units. Rules such as *rescaled* and *normalised* need it.
         train_grid: sizes of the grid the model was trained on, for rules that compare the two.
+        moved: whether ``coords`` are no longer the raster indices (set by :meth:`with_coords`).
 
     Shape:
         coords ``(B or 1, N, A)``, kept ``(B or 1, N)``, mask ``(B, N)``, extent ``(B or 1, A)``.
@@ -45,6 +46,7 @@ class Positions:
     mask: Tensor | None = None
     extent: Tensor | None = None
     train_grid: tuple[int, ...] | None = None
+    moved: bool = False
 
     def __post_init__(self) -> None:
         if torch.jit.is_tracing():  # comparing traced sizes would be recorded as a warning for each check
@@ -249,7 +251,7 @@ class Positions:
 
     def with_coords(self, coords: Tensor) -> Positions:
         """Other coordinates for the same tokens (jitter, shifts); grid, subset and mask stay."""
-        return replace(self, coords=coords)
+        return replace(self, coords=coords, moved=True)
 
     def to(self, device: torch.device | str) -> Positions:
         """The same positions on another device."""

@@ -111,8 +111,30 @@ class PositionEncoding(nn.Module):
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def prepare(self, positions: Positions) -> Any:
-        """What depends on positions and parameters only, once per forward pass. Returns an immutable value."""
+        """What depends on positions and parameters only, once per forward pass. Returns an immutable value.
+
+        A method that overrides :meth:`prepare_shared` takes its result as an optional second argument.
+        """
         return None
+
+    def prepare_shared(self, positions: Positions) -> Any:
+        """What depends on positions only and is the same in every layer (bucket indices).
+
+        The stack calls it on the first layer, once per forward pass, and hands the result to ``prepare`` of every layer.
+        """
+        return None
+
+    def at_layer(self, prepared: Any, layer: int, depth: int) -> Any:
+        """What one of ``depth`` layers receives of a model-wide ``prepared``; for methods with a schedule over layers."""
+        return prepared
+
+    def check_depth(self, depth: int) -> None:
+        """Raise when an option names a layer that a model of ``depth`` layers does not have."""
+
+    @property
+    def owns_attention(self) -> bool:
+        """Whether :meth:`attend` replaces the fused attention; by default when the method overrides it."""
+        return overrides(self, "attend")
 
     def add_to_tokens(self, x: Tensor, positions: Positions) -> Tensor:
         """Change the token sequence before the first block. Shape: ``(B, P + N, D)`` in and out."""

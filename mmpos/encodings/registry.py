@@ -103,11 +103,13 @@ class EncodingStack(nn.Module):
         self.names = tuple(names)
         self.shared = nn.ModuleDict(dict(shared))
         self.layers = nn.ModuleList(nn.ModuleDict(dict(layer)) for layer in layers)
-        owners = [e for e in self.encodings_of(0) if overrides(e, "attend")]
+        owners = [e for e in self.encodings_of(0) if e.owns_attention]
         if len(owners) > 1:
             raise ValueError(
                 f"name: {' and '.join(e.name for e in owners)} each replace the whole attention and cannot be combined; keep one of them"
             )
+        for encoding in self.encodings_of(0):
+            encoding.check_depth(self.depth)
 
     @property
     def depth(self) -> int:
@@ -130,11 +132,19 @@ class EncodingStack(nn.Module):
         mask = positions.token_mask()
         mask = None if mask is None else mask[:, None, None]
         once = {name: encoding.prepare(positions) for name, encoding in self.shared.items()}  # type: ignore[operator]
+        # what only positions decide is computed on the first layer and handed to all of them
+        common = {
+            encoding.name: (encoding.prepare_shared(positions),)
+            for encoding in self.encodings_of(0)
+            if encoding.name not in once and overrides(encoding, "prepare_shared")
+        }
         states = []
         for layer in range(self.depth):
             encodings = self.encodings_of(layer)
             prepared = tuple(
-                once[name] if name in once else encoding.prepare(positions)
+                encoding.at_layer(once[name], layer, self.depth)
+                if name in once
+                else encoding.prepare(positions, *common.get(name, ()))
                 for name, encoding in zip(self.names, encodings, strict=True)
             )
             states.append(LayerState(encodings, prepared, mask))
