@@ -49,15 +49,17 @@ def attend(
     """
     if not torch.jit.is_tracing() and not (q.dim() == k.dim() == v.dim() == 4):
         raise ValueError(
-            f"q, k, v: expected (B, heads, L, d), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; split the heads first"
+            f"q, k, v: expected (B, heads, L, d), got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; split the "
+            "heads first"
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if layer is None:
+        mask = merge_masks(mask, None, q, k)
         return (plain_attention if plain else fused_attention)(q, k, v, bias=mask, scale=scale, dropout_p=dropout_p)
     values = v
     for encoding, prepared in zip(layer.encodings, layer.prepared, strict=True):
         q, k, v = encoding.transform_qkv(q, k, v, prepared, x)
-    bias = merge_masks(mask, layer.mask, q)
+    bias = merge_masks(mask, layer.mask, q, k)
     owner: tuple[PositionEncoding, object] | None = None
     for encoding, prepared in zip(layer.encodings, layer.prepared, strict=True):
         term = encoding.logit_bias(q, k, prepared)
@@ -74,19 +76,30 @@ def attend(
     return out
 
 
-def merge_masks(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+def merge_masks(mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """Join a caller's mask with the padding mask ``(B, 1, 1, L)``."""
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
-    if mask is not None and not torch.jit.is_tracing() and mask.shape[-1] not in (1, q.shape[-2]):
-        raise ValueError(
-            f"mask: expected a shape broadcastable to (B, heads, L, L) with L = {q.shape[-2]}, got {tuple(mask.shape)}"
-        )
+    if not torch.jit.is_tracing():
+        full = (*q.shape[:-1], k.shape[-2])
+        for what, given in (("mask", mask), ("positions.mask", padding)):
+            if given is not None and not _broadcastable(given, full):
+                raise ValueError(
+                    f"{what}: expected a shape broadcastable to (B, heads, L, L) = {tuple(full)}, got "
+                    f"{tuple(given.shape)}; a mask "
+                    "of tokens (B, L) is mask[:, None, None]"
+                )
     if padding is None or mask is None:
         return padding if mask is None else mask
     if mask.dtype == torch.bool:
         return mask & padding
     return mask.masked_fill(~padding, float("-inf"))
+
+
+def _broadcastable(given: Tensor, full: tuple[int, ...]) -> bool:
+    return given.dim() <= len(full) and all(
+        size in (1, target) for size, target in zip(reversed(given.shape), reversed(full), strict=False)
+    )
 
 
 def add_bias(bias: Tensor | None, term: Tensor) -> Tensor:
@@ -101,11 +114,13 @@ def add_bias(bias: Tensor | None, term: Tensor) -> Tensor:
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None, scale: float, dropout_p: float = 0.0
 ) -> Tensor:
-    """The definition: ``softmax(scale q k^T + bias) v``."""
+    """The definition: ``softmax(scale q k^T + bias) v``; a query that may attend to nothing gives zero, as in SDPA."""
     logits = torch.matmul(q * scale, k.transpose(-2, -1))
     if bias is not None:
         logits = logits.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else logits + bias
     weights = logits.softmax(dim=-1)
+    if bias is not None:
+        weights = weights.masked_fill((logits == float("-inf")).all(-1, keepdim=True), 0.0)
     return torch.matmul(F.dropout(weights, dropout_p), v)
 
 

@@ -1,8 +1,9 @@
 """Coordinate rules: from places in patch units to the numbers an encoding reads.
 
-A rule is a statement about resolution. *index* keeps the spacing of patches and lets a larger image run beyond the trained range
-(extrapolation); *rescaled* keeps the extent and makes the spacing finer (interpolation); *normalised* rules fix the extent to an
-interval. They look alike at the training size and differ by tens of accuracy points at twice that size.
+A rule is a statement about resolution. *index* keeps the spacing of patches and lets a larger image run beyond the
+trained range (extrapolation); *rescaled* keeps the extent and makes the spacing finer (interpolation); *normalised*
+rules fix the extent to an interval. They look alike at the training size and differ by tens of accuracy points at twice
+that size.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ def normalised(positions: Positions, offset: float = 0.0, denominator: str = "se
     Args:
         positions: where the tokens are.
         offset: added to the index, in patches.
-        denominator: ``separate`` divides each axis by its own size; ``max`` and ``min`` divide all axes by the largest or
-            smallest size, which keeps the aspect ratio.
+        denominator: ``separate`` divides each axis by its own size; ``max`` and ``min`` divide all axes by the largest
+            or smallest size, which keeps the aspect ratio.
     """
     return 2 * (positions.coords + offset + 0.5) / _denominator(positions, denominator) - 1
 
@@ -55,7 +56,8 @@ def endpoints(positions: Positions, offset: float = 0.0) -> Tensor:
     last = (_denominator(positions, "separate") - 1).clamp_min(1)
     step = 2 / last
     i = positions.coords + offset
-    # counted from the nearer end, as torch.linspace does: symmetric, and bands of hundreds of radians see every rounding
+    # counted from the nearer end, as torch.linspace does: symmetric, and bands of hundreds of radians see every
+    # rounding
     return torch.where(i < (last + 1) / 2, -1 + step * i, 1 - step * (last - i))
 
 
@@ -71,14 +73,14 @@ def rescaled(
         positions: where the tokens are.
         offset: added to the index before scaling, in patches.
         train_grid: training sizes; default ``positions.train_grid``.
-        align: ``corner`` maps index 0 to 0 (EVA, timm); ``centre`` maps patch centres, ``(i + 0.5) n_train / n - 0.5``. The two
-            differ by a constant per axis, which rotary scores do not see and absolute encodings do.
+        align: ``corner`` maps index 0 to 0 (EVA, timm); ``centre`` maps patch centres, ``(i + 0.5) n_train / n - 0.5``.
+            The two differ by a constant per axis, which rotary scores do not see and absolute encodings do.
     """
     train_grid = positions.train_grid if train_grid is None else train_grid
     if train_grid is None:
         raise ValueError(
-            "train_grid: the rescaled rule compares the grid with the training grid, which is not known; give train_grid= "
-            "to the encoding or to Positions"
+            "train_grid: the rescaled rule compares the grid with the training grid, which is not known; give "
+            "train_grid= to the encoding or to Positions"
         )
     if align not in ("corner", "centre"):
         raise ValueError(f"align: expected 'corner' or 'centre', got {align!r}")

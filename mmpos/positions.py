@@ -1,7 +1,7 @@
 """Where every token is: :class:`Positions`, the one value that travels next to the tokens.
 
-Nothing in this package guesses a grid from a token count. A grid is converted to coordinates once, here, and from then on every
-encoding reads coordinates, so pruning, packing, padding and fractional places need no special path.
+Nothing in this package guesses a grid from a token count. A grid is converted to coordinates once, here, and from then
+on every encoding reads coordinates, so pruning, packing, padding and fractional places need no special path.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Positions:
         if not sizes:
             raise ValueError("sizes: expected at least one size, for example Positions.grid(14, 14)")
         for size in sizes:
-            if isinstance(size, int) and size < 1:
+            if isinstance(size, float) or (isinstance(size, int) and size < 1):
                 raise ValueError(f"sizes: expected positive integers, got {sizes}; is the image smaller than a patch?")
         ticks = [torch.arange(size, device=device, dtype=dtype) for size in sizes]
         coords = torch.stack(torch.meshgrid(*ticks, indexing="ij"), dim=-1).reshape(1, -1, len(sizes))
@@ -147,6 +147,10 @@ class Positions:
 
         Padding tokens are placed at the origin; the mask says that they are not real.
         """
+        if not len(sizes) or len({len(size) for size in sizes}) != 1:
+            raise ValueError(
+                f"sizes: expected one (height, width) per sample, all with equally many axes, got {list(sizes)}"
+            )
         rasters = [cls.grid(*size, device=device) for size in sizes]
         counts = [raster.coords.shape[1] for raster in rasters]
         length = max(counts) if length is None else length
@@ -210,6 +214,8 @@ class Positions:
             )
         if self.coords.shape[0] not in (1, x.shape[0]):
             raise ValueError(f"{what}: batch {x.shape[0]} does not match positions of batch {self.coords.shape[0]}")
+        if self.mask is not None and self.mask.shape[0] not in (1, x.shape[0]):
+            raise ValueError(f"{what}: batch {x.shape[0]} does not match a padding mask of batch {self.mask.shape[0]}")
 
     # -- derived positions ----------------------------------------------------------------------------------------
 
@@ -222,7 +228,8 @@ class Positions:
         if keep.dtype == torch.bool:
             if keep.shape != (self.num_placed,):
                 raise ValueError(
-                    f"keep: a boolean mask must be ({self.num_placed},) so that every sample keeps equally many tokens, "
+                    f"keep: a boolean mask must be ({self.num_placed},) so that every sample keeps equally many "
+                    "tokens, "
                     f"got {tuple(keep.shape)}; give indices (B, K) for a choice per sample"
                 )
             keep = keep.nonzero()[:, 0]
@@ -233,11 +240,16 @@ class Positions:
         batch = max(keep.shape[0], self.coords.shape[0], 1 if self.mask is None else self.mask.shape[0])
         if keep.shape[0] not in (1, batch):
             raise ValueError(f"keep: expected batch 1 or {batch}, got {tuple(keep.shape)}")
+        keep = keep.long()
         coords = self.coords.expand(max(keep.shape[0], self.coords.shape[0]), -1, -1)
         coords = coords.gather(1, keep[..., None].expand(coords.shape[0], -1, self.axes))
         kept = self.kept
         if self.grid_size is not None:
-            kept = keep if kept is None else kept.expand(keep.shape[0], -1).gather(1, keep)
+            if kept is not None:  # a subset of a subset: indices refer to the tokens that are left
+                rows = max(kept.shape[0], keep.shape[0])
+                kept = kept.expand(rows, -1).gather(1, keep.expand(rows, -1))
+            else:
+                kept = keep
         mask = None if self.mask is None else self.mask.expand(batch, -1).gather(1, keep.expand(batch, -1))
         return replace(self, coords=coords, kept=kept, mask=mask)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmpos.coordinates import apply_rule, rescaled, scale_to_train
+from mmpos.coordinates import COORDINATE_RULES, apply_rule, rescaled, scale_to_train
 from mmpos.encodings.base import PositionEncoding
 from mmpos.functional.rope_scaling import RopeScaling, scale_frequencies
 from mmpos.functional.rotary import LAYOUTS, Rotation, rotate, rotation_from_angles
@@ -47,6 +47,10 @@ class RotaryEncoding(PositionEncoding):
         super().__init__(dim, num_heads, **common)
         if layout not in LAYOUTS:
             raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+        if coordinates not in COORDINATE_RULES:
+            raise ValueError(f"coordinates: expected one of {sorted(COORDINATE_RULES)}, got {coordinates!r}")
+        if align not in ("corner", "centre"):
+            raise ValueError(f"align: expected 'corner' or 'centre', got {align!r}")
         self.layout = layout
         self.coordinates = coordinates
         self.offset = offset
@@ -58,7 +62,9 @@ class RotaryEncoding(PositionEncoding):
     def check_head_dim(self) -> None:
         """Raise unless the head dimension can be cut into the pairs the method needs."""
         if self.head_dim % 2:
-            raise ValueError(f"head_dim: {self.name} rotates pairs of channels and needs an even head_dim, got {self.head_dim}")
+            raise ValueError(
+                f"head_dim: {self.name} rotates pairs of channels and needs an even head_dim, got {self.head_dim}"
+            )
 
     def angles(self, positions: Positions) -> tuple[Tensor, Tensor | None]:
         """Angles ``(B or 1, heads or 1, N, d/2)`` and the amplitude that multiplies the table, or ``None``."""
@@ -87,13 +93,16 @@ class RotaryEncoding(PositionEncoding):
         if self.resolution == "rescaled":
             if self.coordinates != "index":
                 raise ValueError(
-                    f"resolution: 'rescaled' stretches patch indices; coordinates={self.coordinates!r} already fixes the extent, use "
+                    f"resolution: 'rescaled' stretches patch indices; coordinates={self.coordinates!r} already fixes "
+                    "the extent, use "
                     "resolution='index'"
                 )
             return rescaled(positions, self.offset, self.training_grid(positions), self.align)
         return apply_rule(self.coordinates, positions, self.offset)
 
-    def scaled(self, freqs: Tensor, positions: Positions, axis: int, dim: int, base: float) -> tuple[Tensor, Tensor | None]:
+    def scaled(
+        self, freqs: Tensor, positions: Positions, axis: int, dim: int, base: float
+    ) -> tuple[Tensor, Tensor | None]:
         """Frequencies of one axis under the resolution rule, and the amplitude of the axis ``(B or 1,)`` or ``None``.
 
         Shape:
@@ -106,6 +115,10 @@ class RotaryEncoding(PositionEncoding):
                 f"resolution: {self.resolution!r} scales frequencies of patch indices and means nothing for "
                 f"coordinates={self.coordinates!r}; use resolution='index'"
             )
+        if self.resolution == "resonance":  # whole wavelengths do not depend on any size
+            return scale_frequencies(freqs, RopeScaling("resonance"), dim=dim, base=base, train_length=1, scale=1.0)[0][
+                None
+            ], None
         train = self.training_grid(positions)
         scale = scale_to_train(positions, train)[:, axis]
         length = train[axis]
@@ -113,7 +126,7 @@ class RotaryEncoding(PositionEncoding):
         scaling = RopeScaling(self.resolution, beta_fast=beta_fast, beta_slow=self.beta_slow)
         shaped = scale.to(freqs.dtype).reshape(-1, *[1] * freqs.dim())
         out, amplitude = scale_frequencies(freqs, scaling, dim=dim, base=base, train_length=length, scale=shaped)
-        return out, amplitude.reshape(-1) if self.resolution == "yarn" else None
+        return out, amplitude.reshape(-1) if self.resolution.endswith("yarn") else None
 
     def compute_dtype(self, positions: Positions, *parameters: Tensor) -> torch.dtype:
         """float32, or float64 when coordinates or parameters are."""

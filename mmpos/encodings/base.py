@@ -2,11 +2,12 @@
 
 ::
 
-    tokens --add_to_tokens--> [ block: qkv --transform_qkv--> softmax(q k^T s + logit_bias) v --transform_output--> proj, mlp ]
-                                  --mix_tokens--> next block
+    tokens --add_to_tokens-->
+    [ block: qkv --transform_qkv--> softmax(q k^T s + logit_bias) v --transform_output--> proj, mlp ]
+    --mix_tokens--> next block
 
-A method overrides the hooks where it acts and leaves the rest alone. ``prepare`` runs once per forward pass and returns an immutable
-value (tables, bucket indices) that the other hooks receive; no hook stores anything on the module.
+A method overrides the hooks where it acts and leaves the rest alone. ``prepare`` runs once per forward pass and returns
+an immutable value (tables, bucket indices) that the other hooks receive; no hook stores anything on the module.
 """
 
 from __future__ import annotations
@@ -88,11 +89,16 @@ class PositionEncoding(nn.Module):
         resolution: str | None = None,
     ) -> None:
         super().__init__()
+        if dim < 1 or num_heads < 1 or (head_dim is not None and head_dim < 1):
+            raise ValueError(
+                f"dim, num_heads, head_dim: expected positive integers, got dim {dim}, num_heads {num_heads}, head_dim "
+                f"{head_dim}"
+            )
         if head_dim is None:
             if dim % num_heads:
                 raise ValueError(
-                    f"dim: expected a multiple of num_heads, got dim {dim} and num_heads {num_heads}; change one of them or "
-                    "give head_dim"
+                    f"dim: expected a multiple of num_heads, got dim {dim} and num_heads {num_heads}; change one of "
+                    "them or give head_dim"
                 )
             head_dim = dim // num_heads
         low, high = self.facts.axes
@@ -120,12 +126,13 @@ class PositionEncoding(nn.Module):
     def prepare_shared(self, positions: Positions) -> Any:
         """What depends on positions only and is the same in every layer (bucket indices).
 
-        The stack calls it on the first layer, once per forward pass, and hands the result to ``prepare`` of every layer.
+        The stack calls it on the first layer, once per forward pass, and hands the result to ``prepare`` of every
+        layer.
         """
         return None
 
     def at_layer(self, prepared: Any, layer: int, depth: int) -> Any:
-        """What one of ``depth`` layers receives of a model-wide ``prepared``; for methods with a schedule over layers."""
+        """What one of ``depth`` layers receives of a model-wide ``prepared``, for schedules over layers."""
         return prepared
 
     def check_depth(self, depth: int) -> None:
@@ -149,7 +156,8 @@ class PositionEncoding(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Change queries, keys and values; ``x`` is the input of the attention layer.
 
-        Queries and keys may gain columns; the scale stays that of ``d``. Shape: each ``(B, heads, P + N, d)``, x ``(B, P + N, D)``.
+        Queries and keys may gain columns; the scale stays that of ``d``. Shape: each ``(B, heads, P + N, d)``, x
+        ``(B, P + N, D)``.
         """
         return q, k, v
 
@@ -182,7 +190,8 @@ class PositionEncoding(nn.Module):
         """Choose how the encoding meets a grid other than the training grid."""
         if rule not in self.facts.resolution_rules:
             raise ValueError(
-                f"resolution: {self.name} supports {list(self.facts.resolution_rules)}, got {rule!r}; set resolution= to one of them"
+                f"resolution: {self.name} supports {list(self.facts.resolution_rules)}, got {rule!r}; set resolution= "
+                "to one of them"
             )
         self.resolution = rule
 
@@ -191,8 +200,8 @@ class PositionEncoding(nn.Module):
         grid = self.train_grid if self.train_grid is not None else positions.train_grid
         if grid is None:
             raise ValueError(
-                f"train_grid: resolution={self.resolution!r} of {self.name} compares the grid with the training grid, which is not "
-                "known; give train_grid= to create_encoding"
+                f"train_grid: resolution={self.resolution!r} of {self.name} compares the grid with the training grid, "
+                "which is not known; give train_grid= to create_encoding"
             )
         return grid
 
@@ -208,10 +217,13 @@ class PositionEncoding(nn.Module):
     def check_axes(self, positions: Positions) -> None:
         """Raise unless the positions have the axes the encoding was built for."""
         if positions.axes != self.axes:
-            raise ValueError(f"positions: {self.name} was built for {self.axes} axes, got coordinates with {positions.axes}")
+            raise ValueError(
+                f"positions: {self.name} was built for {self.axes} axes, got coordinates with {positions.axes}"
+            )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PositionEncoding:
-        kept = {id(self._parameters[name]) for name in self.fp32_parameters if self._parameters.get(name) is not None}
+        parameters = [p for p in (self._parameters.get(name) for name in self.fp32_parameters) if p is not None]
+        kept = {id(tensor) for p in parameters for tensor in (p, p.grad) if tensor is not None}
 
         def keep_float32(tensor: Tensor) -> Tensor:
             out = fn(tensor)
@@ -225,8 +237,15 @@ class PositionEncoding(nn.Module):
 
     def extra_repr(self) -> str:
         """Shown in ``print(model)``."""
-        text = f"{self.dim}, {self.num_heads}, head_dim={self.head_dim}, axes={self.axes}, resolution={self.resolution!r}"
+        text = (
+            f"{self.dim}, {self.num_heads}, head_dim={self.head_dim}, axes={self.axes}, resolution={self.resolution!r}"
+        )
         return text if self.train_grid is None else f"{text}, train_grid={self.train_grid}"
+
+
+def wide_dtype() -> torch.dtype:
+    """Dtype of ``fp32_parameters``: the default dtype, or float32 when a loader has made the default half precision."""
+    return torch.promote_types(torch.get_default_dtype(), torch.float32)
 
 
 def overrides(encoding: PositionEncoding | type[PositionEncoding], hook: str) -> bool:

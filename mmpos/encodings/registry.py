@@ -1,4 +1,4 @@
-"""Names to encodings: :func:`create_encoding`, :func:`list_encodings`, and :class:`EncodingStack`, what a model holds."""
+"""Names to encodings: :func:`create_encoding` and :func:`list_encodings`; :class:`EncodingStack` for models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from torch import Tensor, nn
 from mmpos.encodings.base import PositionEncoding, overrides
 from mmpos.positions import Positions
 
-__all__ = ["EncodingStack", "LayerState", "create_encoding", "encoding_class", "encoding_options", "list_encodings", "register"]
+__all__ = [
+    "EncodingStack",
+    "LayerState",
+    "create_encoding",
+    "encoding_class",
+    "encoding_options",
+    "list_encodings",
+    "register",
+]
 
 _REGISTRY: dict[str, type[PositionEncoding]] = {}
 _COMMON = ("dim", "num_heads", "head_dim", "axes", "num_prefix", "train_grid")
@@ -61,7 +69,9 @@ def encoding_class(name: str) -> type[PositionEncoding]:
     if name not in _REGISTRY:
         near = difflib.get_close_matches(name, _REGISTRY, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-        raise ValueError(f"name: no encoding is called {name!r}; {hint}`mmpos list` shows all: {', '.join(list_encodings())}")
+        raise ValueError(
+            f"name: no encoding is called {name!r}; {hint}`mmpos list` shows all: {', '.join(list_encodings())}"
+        )
     return _REGISTRY[name]
 
 
@@ -98,7 +108,12 @@ class EncodingStack(nn.Module):
         (3, torch.Size([2, 2, 8]))
     """
 
-    def __init__(self, names: Sequence[str], shared: Mapping[str, PositionEncoding], layers: Sequence[Mapping[str, PositionEncoding]]):
+    def __init__(
+        self,
+        names: Sequence[str],
+        shared: Mapping[str, PositionEncoding],
+        layers: Sequence[Mapping[str, PositionEncoding]],
+    ):
         super().__init__()
         self.names = tuple(names)
         self.shared = nn.ModuleDict(dict(shared))
@@ -106,7 +121,8 @@ class EncodingStack(nn.Module):
         owners = [e for e in self.encodings_of(0) if e.owns_attention]
         if len(owners) > 1:
             raise ValueError(
-                f"name: {' and '.join(e.name for e in owners)} each replace the whole attention and cannot be combined; keep one of them"
+                f"name: {' and '.join(e.name for e in owners)} each replace the whole attention and cannot be "
+                "combined; keep one of them"
             )
         for encoding in self.encodings_of(0):
             encoding.check_depth(self.depth)
@@ -159,6 +175,7 @@ class EncodingStack(nn.Module):
 
     def mix_tokens(self, layer: int, x: Tensor, positions: Positions) -> Tensor:
         """Hook between blocks, after block ``layer``. Shape: ``(B, P + N, D)`` in and out."""
+        positions.check_tokens(x)
         for encoding in self.encodings_of(layer):
             x = encoding.mix_tokens(x, positions, layer)
         return x
@@ -193,7 +210,7 @@ class EncodingStack(nn.Module):
                 module.reset_parameters()
 
     def init_non_persistent_buffers(self) -> None:
-        """Nothing to do, by design: no encoding keeps derived tables. Present because timm calls it after meta construction."""
+        """Nothing to do, as no encoding keeps derived tables; timm calls it after construction on the meta device."""
 
 
 def create_encoding(
@@ -233,16 +250,36 @@ def create_encoding(
         specs = [(name[0], {**name[1], **options})]
     else:
         if options:
-            raise ValueError(f"options: with several encodings give options as pairs (name, options), got {sorted(options)}")
-        specs = [(entry, {}) if isinstance(entry, str) else (entry[0], entry[1]) for entry in name]  # type: ignore[union-attr]
+            raise ValueError(
+                f"options: with several encodings give options as pairs (name, options), got {sorted(options)}"
+            )
+        specs = []
+        for entry in name:
+            if isinstance(entry, str):
+                specs.append((entry, {}))
+            elif (
+                not isinstance(entry, Mapping)
+                and len(entry) == 2
+                and isinstance(entry[0], str)
+                and isinstance(entry[1], Mapping)
+            ):
+                specs.append((entry[0], entry[1]))
+            else:
+                raise ValueError(f"name: expected names or pairs (name, options), got {entry!r} in {list(name)}")
     names = [entry for entry, _ in specs]
     if not names:
         raise ValueError("name: expected at least one encoding; use 'none' for no position encoding")
     if len(set(names)) != len(names):
         raise ValueError(f"name: expected different encodings, got {names}")
+    if depth < 1:
+        raise ValueError(f"depth: expected at least 1 layer, got {depth}")
+    if train_grid is not None and (not isinstance(train_grid, Sequence) or any(size < 1 for size in train_grid)):
+        raise ValueError(
+            f"train_grid: expected positive sizes, height before width, for example (14, 14), got {train_grid!r}"
+        )
     if axes is None:
         axes = 2 if train_grid is None else len(train_grid)
-    common = {"head_dim": head_dim, "axes": axes, "num_prefix": num_prefix, "train_grid": train_grid}
+    common: dict[str, Any] = {"head_dim": head_dim, "axes": axes, "num_prefix": num_prefix, "train_grid": train_grid}
     shared: dict[str, PositionEncoding] = {}
     layers: list[dict[str, PositionEncoding]] = [{} for _ in range(depth)]
     for entry, given in specs:
@@ -250,7 +287,9 @@ def create_encoding(
         known = encoding_options(entry)
         unknown = [option for option in given if option not in known]
         if unknown:
-            raise ValueError(f"options: {entry} has no option {', '.join(map(repr, unknown))}; its options are {sorted(known)}")
+            raise ValueError(
+                f"options: {entry} has no option {', '.join(map(repr, unknown))}; its options are {sorted(known)}"
+            )
         own = cls.facts.scope == "layer" if per_layer is None else per_layer
         if own and overrides(cls, "add_to_tokens"):
             raise ValueError(f"per_layer: {entry} acts on the tokens before the first block and cannot be per layer")

@@ -1,9 +1,10 @@
 """RoPE-Axial: each pair of channels turns with one image axis, with fixed frequencies.
 
-Heo, Park, Han, Yun, *Rotary Position Embedding for Vision Transformer*, ECCV 2024, arXiv 2403.13298. Reference: naver-ai/rope-vit
-(rotary files under the Llama 2 licence; nothing of them is here). The paper's formula alternates the axes pair by pair, the released
-code and all checkpoints put the pairs of an axis side by side; the default follows the checkpoints, ``allocation="alternating"`` the
-formula. The reference decides by token count whether the grid changed; here the grid is explicit.
+Heo, Park, Han, Yun, *Rotary Position Embedding for Vision Transformer*, ECCV 2024, arXiv 2403.13298. Reference:
+naver-ai/rope-vit (rotary files under the Llama 2 licence; nothing of them is here). The paper's formula alternates the
+axes pair by pair, the released code and all checkpoints put the pairs of an axis side by side; the default follows the
+checkpoints, ``allocation="alternating"`` the formula. The reference decides by token count whether the grid changed;
+here the grid is explicit.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ class RopeAxial(RotaryEncoding):
         dim: model width ``D``.
         num_heads: attention heads ``h``; ``head_dim`` must be a multiple of twice the axes.
         theta: base of the ladder; 100 for ViTs (rope-vit, timm ports), 50 for Swin, 10000 for EVA-02.
-        axis_order: which axis owns the first pairs, ``xy`` column first (rope-vit) or ``ij`` row first (EVA-02, DINOv3).
+        axis_order: which axis owns the first pairs, ``xy`` column first (rope-vit) or ``ij`` row first (EVA-02,
+            DINOv3).
         allocation: ``blocked`` (released code) or ``alternating`` (formula of the paper).
-        bands: ``language`` ladder of ``theta``, or timm's ``pixel`` / ``pixel_linear`` ladders for coordinates on [-1, 1].
+        bands: ``language`` ladder of ``theta``, or timm's ``pixel`` / ``pixel_linear`` ladders for coordinates on [-1,
+            1].
         max_resolution: resolution of the pixel ladders.
         rotary: arguments of :class:`~mmpos.encodings._rotary.RotaryEncoding`.
     """
@@ -59,6 +62,12 @@ class RopeAxial(RotaryEncoding):
         super().__init__(dim, num_heads, **rotary)
         if bands not in ("language", "pixel", "pixel_linear"):
             raise ValueError(f"bands: expected 'language', 'pixel' or 'pixel_linear', got {bands!r}")
+        if axis_order not in ("xy", "ij"):
+            raise ValueError(f"axis_order: expected 'xy' (column first) or 'ij' (row first), got {axis_order!r}")
+        if allocation not in ("blocked", "alternating"):
+            raise ValueError(f"allocation: expected 'blocked' or 'alternating', got {allocation!r}")
+        if not theta > 0:
+            raise ValueError(f"theta: expected a positive base, got {theta}")
         self.theta = theta
         self.axis_order = axis_order
         self.allocation = allocation
@@ -68,7 +77,8 @@ class RopeAxial(RotaryEncoding):
     def check_head_dim(self) -> None:
         if self.head_dim % (2 * self.axes):
             raise ValueError(
-                f"head_dim: {self.name} needs a multiple of {2 * self.axes} for {self.axes} axes, got {self.head_dim} (dim {self.dim}, "
+                f"head_dim: {self.name} needs a multiple of {2 * self.axes} for {self.axes} axes, got {self.head_dim} "
+                f"(dim {self.dim}, "
                 f"num_heads {self.num_heads}); change dim or num_heads"
             )
 
@@ -77,7 +87,9 @@ class RopeAxial(RotaryEncoding):
         count = self.head_dim // (2 * self.axes)
         if self.bands == "language":
             return inverse_frequencies(count, self.theta, device=device, dtype=dtype)
-        return pixel_frequencies(count, self.max_resolution, linear=self.bands == "pixel_linear", device=device, dtype=dtype)
+        return pixel_frequencies(
+            count, self.max_resolution, linear=self.bands == "pixel_linear", device=device, dtype=dtype
+        )
 
     def angles(self, positions: Positions) -> tuple[Tensor, Tensor | None]:
         coords = self.coordinate_values(positions)

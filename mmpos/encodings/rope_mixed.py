@@ -1,8 +1,9 @@
 """RoPE-Mixed: each pair of channels turns along its own learned direction, per head and per layer.
 
-Heo, Park, Han, Yun, *Rotary Position Embedding for Vision Transformer*, ECCV 2024, arXiv 2403.13298. Reference: naver-ai/rope-vit
-(rotary files under the Llama 2 licence; nothing of them is here). Beyond the reference: any number of axes, frequencies that stay
-float32 under every cast, scalings for learned frequencies through the length of each frequency vector.
+Heo, Park, Han, Yun, *Rotary Position Embedding for Vision Transformer*, ECCV 2024, arXiv 2403.13298. Reference:
+naver-ai/rope-vit (rotary files under the Llama 2 licence; nothing of them is here). Beyond the reference: any number of
+axes, frequencies that stay float32 under every cast, scalings for learned frequencies through the length of each
+frequency vector.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpos.encodings._rotary import ROTARY_RULES, RotaryEncoding
-from mmpos.encodings.base import Facts
+from mmpos.encodings.base import Facts, wide_dtype
 from mmpos.encodings.registry import register
 from mmpos.functional.rotary import inverse_frequencies, mixed_angles
 from mmpos.positions import Positions
@@ -63,16 +64,21 @@ class RopeMixed(RotaryEncoding):
         super().__init__(dim, num_heads, **rotary)
         if init not in ("random", "axial"):
             raise ValueError(f"init: expected 'random' or 'axial', got {init!r}")
+        if not theta > 0:
+            raise ValueError(f"theta: expected a positive base, got {theta}")
         self.theta = theta
         self.init = init
         heads = num_heads if per_head else 1
-        self.freqs = nn.Parameter(torch.empty(self.axes, heads, self.head_dim // 2), requires_grad=learned)
+        self.freqs = nn.Parameter(
+            torch.empty(self.axes, heads, self.head_dim // 2, dtype=wide_dtype()), requires_grad=learned
+        )
         self.reset_parameters()
 
     def check_head_dim(self) -> None:
         if self.head_dim % (2 * self.axes):
             raise ValueError(
-                f"head_dim: {self.name} needs a multiple of {2 * self.axes} for {self.axes} axes, got {self.head_dim} (dim {self.dim}, "
+                f"head_dim: {self.name} needs a multiple of {2 * self.axes} for {self.axes} axes, got {self.head_dim} "
+                f"(dim {self.dim}, "
                 f"num_heads {self.num_heads}); change dim or num_heads"
             )
 
@@ -82,7 +88,11 @@ class RopeMixed(RotaryEncoding):
         heads = self.freqs.shape[1]
         device = self.freqs.device
         if self.axes == 2:
-            turn = torch.rand(heads, device=device) * 2 * math.pi if self.init == "random" else torch.zeros(heads, device=device)
+            turn = (
+                torch.rand(heads, device=device) * 2 * math.pi
+                if self.init == "random"
+                else torch.zeros(heads, device=device)
+            )
             self.freqs.copy_(mixed_init_2d(turn, self.head_dim, self.theta))
             return
         frame = torch.eye(self.axes, device=device).expand(heads, -1, -1)
@@ -104,8 +114,11 @@ class RopeMixed(RotaryEncoding):
         amplitudes = [amplitude for _, amplitude in scaled if amplitude is not None]
         if not amplitudes:
             return mixed_angles(coords, freqs), None
-        mean = torch.stack(amplitudes).mean(0)  # a pair reads all axes at once
-        return mixed_angles(coords, freqs), mean[:, None, None, None]
+        # a pair reads all axes at once: their amplitudes count as much as the axes do in its direction
+        weight = (self.freqs.to(length.dtype) / length).square()
+        weight = weight / weight.sum(0).clamp_min(1e-12)
+        excess = torch.stack([w * (factor[:, None, None] - 1) for w, factor in zip(weight, amplitudes, strict=True)])
+        return mixed_angles(coords, freqs), 1 + excess.sum(0)[:, :, None]
 
 
 def mixed_init_2d(turn: Tensor, head_dim: int, theta: float) -> Tensor:

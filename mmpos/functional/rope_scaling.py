@@ -1,11 +1,11 @@
 """Frequency scalings for sequences and grids larger than those of training, one axis at a time.
 
-Sources: position interpolation (arXiv 2306.15595), NTK-aware and NTK-by-parts scaling (jquesnelle/yarn), YaRN (arXiv 2309.00071),
-Resonance (arXiv 2403.00071), UltraFlux (arXiv 2511.18050). With ``d`` rotary channels, base ``b``, ladder ``w_j = b ** (-2j/d)``,
-training length ``L``, test length ``n`` and ``s = max(1, n / L)``.
+Sources: position interpolation (arXiv 2306.15595), NTK-aware and NTK-by-parts scaling (jquesnelle/yarn), YaRN (arXiv
+2309.00071), Resonance (arXiv 2403.00071), UltraFlux (arXiv 2511.18050). With ``d`` rotary channels, base ``b``, ladder
+``w_j = b ** (-2j/d)``, training length ``L``, test length ``n`` and ``s = max(1, n / L)``.
 
-The usual defaults were chosen for language models. On a ViT with ``L = 14`` patches the fastest frequency makes only 2.2 turns, so
-YaRN with ``beta_fast = 32`` is nearly plain interpolation; use ``beta_fast`` of about ``L / (2 pi)``.
+The usual defaults were chosen for language models. On a ViT with ``L = 14`` patches the fastest frequency makes only
+2.2 turns, so YaRN with ``beta_fast = 32`` is nearly plain interpolation; use ``beta_fast`` of about ``L / (2 pi)``.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def scale_frequencies(
 ) -> tuple[Tensor, Tensor]:
     """Frequencies and table amplitude of one axis at ``scale`` times the training length.
 
-    A learned frequency that is not on the ladder is treated as the ladder frequency of the same magnitude, so that a learned ladder
-    which has not moved gets exactly the scaling of the fixed one.
+    A learned frequency that is not on the ladder is treated as the ladder frequency of the same magnitude, so that a
+    learned ladder which has not moved gets exactly the scaling of the fixed one.
 
     Args:
         freqs: angular frequencies, radians per patch; signs are kept.
@@ -82,9 +82,13 @@ def scale_frequencies(
         scale: ``n / L``; values below 1 count as 1. A tensor scales each sample on its own.
 
     Shape:
-        freqs ``(..., d/2)``, scale scalar or broadcastable to ``(..., 1)``; returns frequencies ``(..., d/2)`` and the amplitude with
-        the shape of ``scale``.
+        freqs ``(..., d/2)``, scale scalar or broadcastable to ``(..., 1)``; returns frequencies ``(..., d/2)`` and the
+        amplitude with the shape of ``scale``.
     """
+    if not base > 0 or base == 1:
+        raise ValueError(
+            f"base: expected a positive number other than 1, got {base}; with base 1 all frequencies are equal"
+        )
     dtype = freqs.dtype
     s = torch.as_tensor(scale, dtype=dtype, device=freqs.device)
     raw, s = s, s.clamp_min(1.0)
@@ -96,9 +100,7 @@ def scale_frequencies(
         return integer_wavelengths(freqs), one
     if kind.startswith("resonance_"):
         inner = RopeScaling(**{**scaling.__dict__, "kind": kind.removeprefix("resonance_")})
-        scaled, amplitude = scale_frequencies(
-            freqs, inner, dim=dim, base=base, train_length=train_length, scale=scale
-        )
+        scaled, amplitude = scale_frequencies(freqs, inner, dim=dim, base=base, train_length=train_length, scale=scale)
         return integer_wavelengths(scaled), amplitude
     if kind == "linear":
         return freqs / s, one
@@ -160,7 +162,7 @@ def integer_wavelengths(freqs: Tensor) -> Tensor:
 
 
 def snapped_exponents(exponent: Tensor, base: float, train_length: float) -> Tensor:
-    """Exponents whose frequencies make a whole number of turns over the training window, where they made at least one."""
+    """Exponents moved to a whole number of turns over the training window, where there was at least one turn."""
     turns = train_length * torch.pow(torch.tensor(base, dtype=exponent.dtype, device=exponent.device), -exponent)
     turns = turns / (2 * math.pi)
     whole = turns.round().clamp_min(1.0)

@@ -1,18 +1,20 @@
 """Rotations of queries and keys: tables from angles, and the two application kernels of the package.
 
-A rotary method is three separate things: *coordinates* (``mmpos.coordinates``), *angles* (the method), and *application* (here). The
-application is one of two kernels: :func:`rotate` for angles, optionally in a constant basis, and :func:`transform_blocks` for small
-orthogonal blocks.
+A rotary method is three separate things: *coordinates* (``mmpos.coordinates``), *angles* (the method), and
+*application* (here). The application is one of two kernels: :func:`rotate` for angles, optionally in a constant basis,
+and :func:`transform_blocks` for small orthogonal blocks.
 
-Angles are float32 or float64 whatever the dtype of the tokens, and only the rotated result is cast. In eager float32 and float64 the
-rotation is one complex multiplication, a single pass over the tensor; under compilation, tracing and export, and for half precision,
-it is the equal real form (no complex number reaches Inductor or ONNX).
+Angles are float32 or float64 whatever the dtype of the tokens, and only the rotated result is cast. In eager mode the
+rotation of interleaved pairs is one complex multiplication, a single pass over the tensor; half precision is widened
+for it. Under compilation, tracing and export it is the equal real form (no complex number reaches Inductor or ONNX).
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +45,8 @@ LAYOUTS = ("interleaved", "half")
 def inverse_frequencies(
     count: int, base: float, *, device: torch.device | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Language ladder ``base ** (-j / count)``, ``j = 0 .. count - 1``; the usual ``base ** (-2j/d)`` with ``count = d/2``.
+    """Language ladder ``base ** (-j / count)``, ``j = 0 .. count - 1``; the usual ``base ** (-2j/d)`` with
+    ``count = d/2``.
 
     Shape:
         Returns ``(count,)``, radians per patch.
@@ -52,7 +55,7 @@ def inverse_frequencies(
         >>> inverse_frequencies(2, 100.0).tolist()
         [1.0, 0.10000000149011612]
     """
-    if base <= 0:
+    if not base > 0:
         raise ValueError(f"base: expected a positive number, got {base}")
     exponents = torch.arange(count, device=device, dtype=dtype) / -count
     return torch.pow(torch.tensor(base, device=device, dtype=dtype), exponents)
@@ -66,7 +69,8 @@ def pixel_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Pixel ladder for coordinates on [-1, 1]: ``pi 2**linspace(0, log2(r) - 1)``, or ``pi linspace(1, r/2)`` when linear.
+    """Pixel ladder for coordinates on [-1, 1]: ``pi 2**linspace(0, log2(r) - 1)``, or ``pi linspace(1, r/2)`` when
+    linear.
 
     Shape:
         Returns ``(count,)``, radians per unit.
@@ -84,8 +88,8 @@ def axial_angles(coords: Tensor, freqs: Tensor, axis_order: str = "xy", allocati
         coords: coordinates, axis order (row, col) or (time, row, col).
         freqs: angular frequencies of each axis, in the order of ``coords``.
         axis_order: which axis owns the first pairs: ``xy`` the last coordinate axis (column), ``ij`` the first (row).
-        allocation: ``blocked`` puts the pairs of an axis side by side (the released code); ``alternating`` deals them out in turn
-            (the formula of the paper).
+        allocation: ``blocked`` puts the pairs of an axis side by side (the released code); ``alternating`` deals them
+            out in turn (the formula of the paper).
 
     Shape:
         coords ``(B or 1, N, A)``, freqs ``(A, m)`` or ``(B or 1, A, m)``; returns ``(B or 1, 1, N, A m)``.
@@ -109,7 +113,8 @@ def mixed_angles(coords: Tensor, freqs: Tensor) -> Tensor:
     """Angles when each pair of channels has a frequency vector: ``angle = sum_axis coords_axis freqs_axis``.
 
     Shape:
-        coords ``(B or 1, N, A)``, freqs ``(A, heads, m)`` or ``(B or 1, A, heads, m)``; returns ``(B or 1, heads, N, m)``.
+        coords ``(B or 1, N, A)``, freqs ``(A, heads, m)`` or ``(B or 1, A, heads, m)``; returns
+        ``(B or 1, heads, N, m)``.
     """
     if freqs.dim() == 3:
         freqs = freqs[None]
@@ -131,31 +136,25 @@ def mixed_angles(coords: Tensor, freqs: Tensor) -> Tensor:
 class Rotation:
     """A finished rotary table over all ``P + N`` tokens; prefix tokens have angle zero.
 
-    Exactly one of ``cis`` (complex) and the pair ``cos, sin`` is stored, decided when the table is made.
-
     Args:
         layout: which channels form a pair, ``interleaved`` (2j, 2j+1) or ``half`` (j, j + d/2).
-        cis: ``amplitude * exp(i angle)``.
         cos: ``amplitude * cos(angle)``.
         sin: ``amplitude * sin(angle)``.
-        basis: orthogonal matrix applied to every token, prefix included, before the rotation; queries and keys share it.
+        pairs: the same numbers side by side in memory, which eager mode reads as complex numbers; ``None`` when they are
+            not needed. Nothing complex is stored, so a table made in eager mode may enter a compiled block.
+        basis: orthogonal matrix applied to every token, prefix included, before the rotation; queries and keys share
+            it.
 
     Shape:
-        tables ``(B or 1, heads or 1, P + N, m)`` with ``2 m`` rotated channels, basis ``(heads or 1, d, d)``.
+        cos, sin ``(B or 1, heads or 1, P + N, m)`` with ``2 m`` rotated channels, pairs the same with a last dimension 2,
+        basis ``(heads or 1, d, d)``.
     """
 
     layout: str
-    cis: Tensor | None = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    cos: Tensor
+    sin: Tensor
+    pairs: Tensor | None = None
     basis: Tensor | None = None
-
-    def real(self) -> tuple[Tensor, Tensor]:
-        """Cosine and sine tables."""
-        if self.cis is not None:
-            return self.cis.real, self.cis.imag
-        assert self.cos is not None and self.sin is not None
-        return self.cos, self.sin
 
 
 def _real_form_wanted() -> bool:
@@ -189,13 +188,14 @@ def rotation_from_angles(
     if amplitude is not None:
         amplitude = F.pad(amplitude.to(angles.dtype).expand_as(angles), (0, 0, num_prefix, 0), value=1.0)
     angles = F.pad(angles, (0, 0, num_prefix, 0))
-    if _real_form_wanted():
-        cos, sin = angles.cos(), angles.sin()
-        if amplitude is not None:
-            cos, sin = cos * amplitude, sin * amplitude
-        return Rotation(layout, cos=cos, sin=sin, basis=basis)
-    cis = torch.polar(torch.ones_like(angles) if amplitude is None else amplitude, angles)
-    return Rotation(layout, cis=cis, basis=basis)
+    cos, sin = angles.cos(), angles.sin()
+    if amplitude is not None:
+        cos, sin = cos * amplitude, sin * amplitude
+    if layout == "half" or _real_form_wanted():
+        return Rotation(layout, cos, sin, basis=basis)
+    # cosine and sine are vectorised, torch.polar is not: a third of the time for the same numbers
+    pairs = torch.stack([cos, sin], dim=-1)
+    return Rotation(layout, *pairs.unbind(-1), pairs=pairs, basis=basis)
 
 
 # -- application ------------------------------------------------------------------------------------------------------
@@ -208,24 +208,51 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
         ``(B, heads, P + N, d)`` in and out.
     """
     _check(x, rotation)
+    dtype = x.dtype
     if rotation.basis is not None:
-        x = torch.matmul(x, rotation.basis.to(x.dtype).mT)
-    if rotation.cis is not None and rotation.layout == "interleaved" and x.dtype in (torch.float32, torch.float64):
-        channels = 2 * rotation.cis.shape[-1]
-        if channels == x.shape[-1]:
-            return _multiply(x, rotation.cis)
-        return torch.cat([_multiply(x[..., :channels], rotation.cis), x[..., channels:]], dim=-1)
-    return rotate_plain(x, rotation)
+        # autocast would run the product in half precision even for float32 queries (those behind a q/k norm are)
+        with _no_autocast(x):
+            x = torch.matmul(x, rotation.basis.to(dtype).mT)
+    if _real_form_wanted() or (rotation.layout == "interleaved" and rotation.pairs is None):
+        return rotate_plain(x, rotation)
+    channels = 2 * rotation.cos.shape[-1]
+    placed = x if channels == x.shape[-1] else x[..., :channels]
+    if rotation.pairs is None:
+        out = _multiply_halves(placed, rotation.cos, rotation.sin).to(dtype)
+    else:
+        wide = placed.float() if dtype in (torch.float16, torch.bfloat16) else placed
+        out = _multiply(wide, torch.view_as_complex(rotation.pairs)).to(dtype)
+    return out if channels == x.shape[-1] else torch.cat([out, x[..., channels:]], dim=-1)
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def _multiply(x: Tensor, cis: Tensor) -> Tensor:
-    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    if not _complex_viewable(x):
+        x = x.contiguous()
+    shape = x.shape
+    pairs = torch.view_as_complex(x.view(*shape[:-1], shape[-1] // 2, 2))
+    # a new last dimension of the two parts is always viewable as one dimension of twice the length
     return torch.view_as_real(pairs * cis).flatten(-2)
 
 
+def _multiply_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    u, v = x.chunk(2, dim=-1)
+    # fused multiply-adds: two passes over each half instead of three
+    return torch.cat([torch.addcmul(u * cos, v, sin, value=-1), torch.addcmul(v * cos, u, sin)], dim=-1)
+
+
+def _complex_viewable(x: Tensor) -> bool:
+    """Whether the memory of ``x`` can be read as complex numbers without a copy."""
+    return bool(x.stride(-1) == 1 and x.storage_offset() % 2 == 0 and all(step % 2 == 0 for step in x.stride()[:-1]))
+
+
 def rotate_plain(x: Tensor, rotation: Rotation) -> Tensor:
-    """The real form of :func:`rotate` (without the basis): the definition, and the path for half precision and compilers."""
-    cos, sin = rotation.real()
+    """The real form of :func:`rotate` without the basis: the definition, and the path for compilers."""
+    cos, sin = rotation.cos, rotation.sin
     channels = 2 * cos.shape[-1]
     rest = x[..., channels:]
     pairs = x[..., :channels]
@@ -240,34 +267,45 @@ def rotate_plain(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate in place, for inference: the cheapest form. Needs a full interleaved table, no basis, float32 or float64."""
+    """Rotate in place, the cheapest form, for inference: full interleaved table, no basis, float32 or float64."""
     _check(x, rotation)
-    cis = rotation.cis
-    if cis is None or rotation.layout != "interleaved" or rotation.basis is not None or 2 * cis.shape[-1] != x.shape[-1]:
+    if rotation.pairs is None or rotation.basis is not None or 2 * rotation.cos.shape[-1] != x.shape[-1]:
         raise ValueError("rotation: rotate_ needs an eager, full-width interleaved table without a basis; use rotate()")
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"x: rotate_ needs float32 or float64, got {x.dtype}; use rotate()")
-    torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(cis)
+    if not _complex_viewable(x):
+        raise ValueError(
+            f"x: rotate_ needs pairs that lie next to each other in memory, got strides {x.stride()} at offset "
+            f"{x.storage_offset()}; "
+            "call x.contiguous() first or use rotate()"
+        )
+    torch.view_as_complex(x.view(*x.shape[:-1], x.shape[-1] // 2, 2)).mul_(torch.view_as_complex(rotation.pairs))
     return x
 
 
 def transform_blocks(x: Tensor, blocks: Tensor, num_prefix: int = 0) -> Tensor:
-    """Multiply groups of ``b`` channels of each placed token by its own ``b x b`` matrix; the rest is passed on unchanged.
+    """Multiply groups of ``b`` channels of each placed token by its own ``b x b`` matrix; the rest is passed on
+    unchanged.
 
     Shape:
         x ``(B, heads, P + N, d)``, blocks ``(B or 1, heads or 1, N, m, b, b)`` with ``m b <= d``.
     """
     count, size = blocks.shape[-3], blocks.shape[-1]
     channels = count * size
-    if channels > x.shape[-1] or x.shape[-2] != num_prefix + blocks.shape[-4]:
-        raise ValueError(
-            f"blocks: {tuple(blocks.shape)} with num_prefix {num_prefix} does not fit x of shape {tuple(x.shape)}"
-        )
+    if not torch.jit.is_tracing():
+        fits = blocks.shape[0] in (1, x.shape[0]) and blocks.shape[1] in (1, x.shape[1])
+        if not fits or channels > x.shape[-1] or x.shape[-2] != num_prefix + blocks.shape[-4]:
+            raise ValueError(
+                f"blocks: {tuple(blocks.shape)} with num_prefix {num_prefix} does not fit x of shape {tuple(x.shape)}; "
+                "expected "
+                "(B or 1, heads or 1, tokens - num_prefix, m, b, b) with m b <= channels"
+            )
     placed = x[..., num_prefix:, :channels].unflatten(-1, (count, size))
     if size <= 4 or x.dtype not in (torch.float32, torch.float64):
         out = (blocks.to(torch.promote_types(x.dtype, torch.float32)) * placed[..., None, :]).sum(-1)
     else:
-        out = torch.matmul(blocks.to(x.dtype), placed[..., None])[..., 0]
+        with _no_autocast(x):
+            out = torch.matmul(blocks.to(x.dtype), placed[..., None])[..., 0]
     out = out.flatten(-2).to(x.dtype)
     if channels < x.shape[-1]:
         out = torch.cat([out, x[..., num_prefix:, channels:]], dim=-1)
@@ -277,34 +315,43 @@ def transform_blocks(x: Tensor, blocks: Tensor, num_prefix: int = 0) -> Tensor:
 def _check(x: Tensor, rotation: Rotation) -> None:
     if torch.jit.is_tracing():
         return
-    table = rotation.cis if rotation.cis is not None else rotation.cos
-    assert table is not None
+    table = rotation.cos
     if x.dim() != 4 or x.shape[-2] != table.shape[-2] or 2 * table.shape[-1] > x.shape[-1]:
         raise ValueError(
             f"x: expected (B, heads, tokens {table.shape[-2]}, at least {2 * table.shape[-1]} channels), got "
-            f"{tuple(x.shape)}; the table is {tuple(table.shape)}. Split the heads first and pass the positions of these tokens"
+            f"{tuple(x.shape)}; the table is {tuple(table.shape)}. Split the heads first and pass the positions of "
+            "these tokens"
         )
     if table.shape[1] not in (1, x.shape[1]):
         raise ValueError(f"x: expected {table.shape[1]} heads, got {x.shape[1]} in {tuple(x.shape)}")
+    if table.shape[0] not in (1, x.shape[0]):
+        raise ValueError(
+            f"x: expected batch {table.shape[0]} as in the positions, got {x.shape[0]} in {tuple(x.shape)}"
+        )
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------
 
 
 def to_half_layout(x: Tensor, dim: int = -1) -> Tensor:
-    """Permute channels from interleaved to half pairs: rows of ``W_q`` and ``W_k`` of one head, their biases, q/k norm weights.
+    """Permute channels from interleaved to half pairs: rows of ``W_q`` and ``W_k`` of one head, their biases, q/k norm
+    weights.
 
     Example:
         >>> to_half_layout(torch.arange(6)).tolist()
         [0, 2, 4, 1, 3, 5]
     """
-    return x.unflatten(dim, (-1, 2)).transpose(dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1).flatten(
-        dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1
+    return (
+        x.unflatten(dim, (-1, 2))
+        .transpose(dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1)
+        .flatten(dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1)
     )
 
 
 def to_interleaved_layout(x: Tensor, dim: int = -1) -> Tensor:
     """Permute channels from half to interleaved pairs, the inverse of :func:`to_half_layout`."""
-    return x.unflatten(dim, (2, -1)).transpose(dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1).flatten(
-        dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1
+    return (
+        x.unflatten(dim, (2, -1))
+        .transpose(dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1)
+        .flatten(dim - 1 if dim < 0 else dim, dim if dim < 0 else dim + 1)
     )
