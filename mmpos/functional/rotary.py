@@ -140,14 +140,14 @@ class Rotation:
         layout: which channels form a pair, ``interleaved`` (2j, 2j+1) or ``half`` (j, j + d/2).
         cos: ``amplitude * cos(angle)``.
         sin: ``amplitude * sin(angle)``.
-        pairs: the same numbers side by side in memory, which eager mode reads as complex numbers; ``None`` when they are
-            not needed. Nothing complex is stored, so a table made in eager mode may enter a compiled block.
+        pairs: the same numbers side by side in memory, which eager mode reads as complex numbers; ``None`` when they
+            are not needed. Nothing complex is stored, so a table made in eager mode may enter a compiled block.
         basis: orthogonal matrix applied to every token, prefix included, before the rotation; queries and keys share
             it.
 
     Shape:
-        cos, sin ``(B or 1, heads or 1, P + N, m)`` with ``2 m`` rotated channels, pairs the same with a last dimension 2,
-        basis ``(heads or 1, d, d)``.
+        cos, sin ``(B or 1, heads or 1, P + N, m)`` with ``2 m`` rotated channels, pairs the same with a last dimension
+        2, basis ``(heads or 1, d, d)``.
     """
 
     layout: str
@@ -155,6 +155,10 @@ class Rotation:
     sin: Tensor
     pairs: Tensor | None = None
     basis: Tensor | None = None
+
+    def real(self) -> tuple[Tensor, Tensor]:
+        """Cosine and sine tables."""
+        return self.cos, self.sin
 
 
 def _real_form_wanted() -> bool:
@@ -195,7 +199,7 @@ def rotation_from_angles(
         return Rotation(layout, cos, sin, basis=basis)
     # cosine and sine are vectorised, torch.polar is not: a third of the time for the same numbers
     pairs = torch.stack([cos, sin], dim=-1)
-    return Rotation(layout, *pairs.unbind(-1), pairs=pairs, basis=basis)
+    return Rotation(layout, pairs[..., 0], pairs[..., 1], pairs=pairs, basis=basis)
 
 
 # -- application ------------------------------------------------------------------------------------------------------
