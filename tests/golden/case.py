@@ -83,6 +83,10 @@ class Case:
         """Tensor ``param.<key>``."""
         return self._tensor(f"param.{key}", dtype)
 
+    def buffer(self, key: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Tensor ``buffer.<key>``: state of the reference that does not train."""
+        return self._tensor(f"buffer.{key}", dtype)
+
     def params(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """All ``param.*`` tensors, as a state dict of the reference."""
         names = [key.removeprefix("param.") for key in self.tensors if key.startswith("param.")]
@@ -105,5 +109,5 @@ class Case:
     def unread(self) -> list[str]:
         """Configuration keys and input tensors the runner has not looked at."""
         config = [f"config.{key}" for key in self.config if f"config.{key}" not in self._read]
-        tensors = [key for key in self.tensors if key.startswith(("in.", "param.")) and key not in self._read]
+        tensors = [key for key in self.tensors if key.startswith(("in.", "param.", "buffer.")) and key not in self._read]
         return config + tensors
