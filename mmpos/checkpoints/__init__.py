@@ -1,14 +1,14 @@
 """Weights of reference repositories to our modules: one function per family, the same that the golden tests use."""
 
-from mmpos.checkpoints.irpe import irpe_tables
 from mmpos.checkpoints.ape import axis_tables, learned_table
+from mmpos.checkpoints.irpe import irpe_tables
 from mmpos.checkpoints.pape import pape_layer, pape_layers, pape_ri_layer
 from mmpos.checkpoints.rope_vit import rope_mixed_freqs
 
 __all__ = [
     "axis_tables",
-    "learned_table",
     "irpe_tables",
+    "learned_table",
     "pape_layer",
     "pape_layers",
     "pape_ri_layer",

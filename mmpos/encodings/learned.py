@@ -1,9 +1,9 @@
 """Learned absolute encoding: one vector for each cell of the training grid, resized for any other grid.
 
 Dosovitskiy et al., *An Image is Worth 16x16 Words*, arXiv 2010.11929. Compared with timm and Hugging Face transformers
-(both Apache-2.0), which resize with and without antialiasing and so differ even when enlarging, up to 0.2 for a table of
-unit variance: ``antialias`` says which, and the default is timm's. The source grid is stored with the weights, so a
-rectangular table stays one.
+(both Apache-2.0), which resize with and without antialiasing and so differ even when enlarging, by up to 0.2 for a
+table of unit variance: ``antialias`` says which, and the default is timm's. The source grid is stored with the weights,
+so a rectangular table stays one.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ class Learned(PositionEncoding):
         table, grid = state_dict.get(f"{prefix}table"), state_dict.get(f"{prefix}table_grid")
         assert self.train_grid is not None
         if table is not None and grid is None and table.shape == self.table.shape:
-            state_dict[f"{prefix}table_grid"] = (
-                self.table_grid
-            )  # weights of other code: same rows, taken as the same grid
+            # weights of other code: equally many rows are taken as the same grid
+            state_dict[f"{prefix}table_grid"] = self.table_grid
         elif table is not None and grid is None:
             error_msgs.append(
                 f"{prefix}table: got {tuple(table.shape)}, expected {tuple(self.table.shape)}, and "
-                f"{prefix}table_grid, the grid it was saved at, is missing; use mmpos.checkpoints.learned_table(table, grid=(height, width))"
+                f"{prefix}table_grid, the grid it was saved at, is missing; use "
+                "mmpos.checkpoints.learned_table(table, grid=(height, width))"
             )
             return
         elif table is not None and grid is not None:

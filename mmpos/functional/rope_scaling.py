@@ -124,13 +124,13 @@ def scale_frequencies(
             high += 0.001
         keep = 1 - ((index - low) / (high - low)).clamp(0, 1)
         return freqs * ((1 - keep) / s + keep), 0.1 * s.log() + 1
-    by_parts = _ntk_by_parts(freqs, exponent, scaling, dim, base, train_length, s)
+    by_parts = _ntk_by_parts(freqs, exponent, exponent, scaling, dim, base, train_length, s)
     if kind == "ntk_by_parts":
         return by_parts, one
     # UltraFlux: NTK-by-parts at exponents snapped to whole turns of the training window, and only beyond that window
     snapped = snapped_exponents(exponent, base, train_length)
     moved = torch.pow(torch.tensor(base, dtype=dtype, device=freqs.device), -snapped) * freqs.sign()
-    by_parts = _ntk_by_parts(moved, snapped, scaling, dim, base, train_length, s)
+    by_parts = _ntk_by_parts(moved, snapped, exponent, scaling, dim, base, train_length, s)
     beyond = raw > 1
     return torch.where(beyond, by_parts, freqs), torch.where(beyond, 0.1 * s.log() + 1, one)
 
@@ -140,13 +140,21 @@ def _correction_index(turns: float, dim: int, base: float, length: float) -> flo
 
 
 def _ntk_by_parts(
-    freqs: Tensor, exponent: Tensor, scaling: RopeScaling, dim: int, base: float, length: float, s: Tensor
+    freqs: Tensor,
+    exponent: Tensor,
+    ladder: Tensor,
+    scaling: RopeScaling,
+    dim: int,
+    base: float,
+    length: float,
+    s: Tensor,
 ) -> Tensor:
+    # the blend follows the place on the unmoved ladder, also where the exponents were snapped
     def ramp(fast: float, slow: float) -> Tensor:
         low = max(math.floor(_correction_index(fast, dim, base, length)), 0)
         high = min(math.ceil(_correction_index(slow, dim, base, length)), dim - 1)
         width = high - low if high != low else 0.001
-        return ((exponent * dim / 2 - low) / width).clamp(0, 1)
+        return ((ladder * dim / 2 - low) / width).clamp(0, 1)
 
     ntk = freqs * s ** (-exponent * dim / (dim - 2))
     to_ntk = 1 - ramp(*scaling.betas)
