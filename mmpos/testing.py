@@ -1,4 +1,4 @@
-"""Helpers for tests of position encodings, here and in other projects: inputs, a tiny transformer, scores, tolerances, properties.
+"""Helpers for tests of position encodings: inputs, a tiny transformer, scores, tolerances, properties.
 
 They raise ``AssertionError`` with the measured and the allowed error and need no test framework.
 """
@@ -101,17 +101,25 @@ def encodings_of(stack: EncodingStack) -> list[PositionEncoding]:
 def randomise(stack: EncodingStack, scale: float = 0.3, seed: int = 0) -> EncodingStack:
     """Move every parameter away from its initial value, as training would; tables that start at zero become visible."""
     for index, parameter in enumerate(stack.parameters()):
-        parameter += scale * seeded(*parameter.shape, seed=seed + index, dtype=parameter.dtype)
+        parameter.add_(seeded(*parameter.shape, seed=seed + index, dtype=parameter.dtype), alpha=scale)
     return stack
 
 
-def scores(stack: EncodingStack, positions: Positions, q: Tensor, k: Tensor, *, layer: int = 0) -> Tensor:
-    """Attention logits of a layer before masks and softmax. Shape: ``(B, heads, P + N, P + N)``."""
+def scores(
+    stack: EncodingStack, positions: Positions, q: Tensor, k: Tensor, *, x: Tensor | None = None, layer: int = 0
+) -> Tensor:
+    """Attention logits of a layer before masks and softmax.
+
+    Shape:
+        q, k ``(B, heads, P + N, d)``, x ``(B, P + N, D)``; returns ``(B, heads, P + N, P + N)``.
+    """
     state = stack.prepare(positions)[layer]
     scale = q.shape[-1] ** -0.5
     v = torch.zeros_like(q)
+    if x is None:  # for methods that read the input of the attention layer
+        x = seeded(q.shape[0], q.shape[-2], state.encodings[0].dim, seed=99, dtype=q.dtype)
     for encoding, prepared in zip(state.encodings, state.prepared, strict=True):
-        q, k, v = encoding.transform_qkv(q, k, v, prepared, None)
+        q, k, v = encoding.transform_qkv(q, k, v, prepared, x)
     logits = torch.matmul(q, k.mT) * scale
     for encoding, prepared in zip(state.encodings, state.prepared, strict=True):
         term = encoding.logit_bias(q, k, prepared)
@@ -196,7 +204,7 @@ def assert_relative(
 
 
 def assert_norm_preserved(x: Tensor, y: Tensor, *, group: int = 2, layout: str = "interleaved") -> None:
-    """Raise unless every group of ``group`` channels kept its length; ``half`` groups channel ``j`` with ``j + d/group``."""
+    """Raise unless every group of channels kept its length; layout ``half`` groups channels ``d / group`` apart."""
     axis = -1 if layout == "interleaved" else -2
     shape = (-1, group) if layout == "interleaved" else (group, -1)
     lengths = [t.unflatten(-1, shape).norm(dim=axis) for t in (x, y)]
