@@ -36,11 +36,12 @@ def build_stack(
     options: dict[str, Any],
     like: torch.Tensor,
 ) -> EncodingStack:
-    """A stack for a model of these sizes, on the device and in the dtype of ``like``; a ready stack is checked against them."""
+    """A stack for a model of these sizes, placed and cast as ``like``; a ready stack is checked against them."""
     if isinstance(encoding, EncodingStack):
         if options or per_layer is not None:
             raise ValueError(
-                f"options: {sorted(options) or ['per_layer']} cannot be given with a ready stack; give them to create_encoding"
+                f"options: {sorted(options) or ['per_layer']} cannot be given with a ready stack; give them "
+                "to create_encoding"
             )
         stack = encoding
         _check_stack(stack, dim=dim, num_heads=num_heads, head_dim=head_dim, depth=depth)
@@ -68,7 +69,8 @@ def _check_stack(stack: EncodingStack, *, depth: int, **expected: int) -> None:
         for name, value in expected.items():
             if getattr(encoding, name) != value:
                 raise ValueError(
-                    f"encoding: {encoding.name} was built for {name} {getattr(encoding, name)}, the model has {name} {value}"
+                    f"encoding: {encoding.name} was built for {name} {getattr(encoding, name)}, the model "
+                    f"has {name} {value}"
                 )
 
 

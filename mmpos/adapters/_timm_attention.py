@@ -1,8 +1,8 @@
 """The attention of timm's blocks with position encodings, and how a layer's state gets there.
 
-Every timm block hands ``attn_mask`` to its attention untouched. An attached model puts an :class:`AttentionInput` there, so the state
-of the layer travels as an explicit argument: nothing is stored on a module between calls, and checkpointing, compilation and export
-see ordinary data flow.
+Every timm block hands ``attn_mask`` to its attention untouched. An attached model puts an :class:`AttentionInput`
+there, so the state of the layer travels as an explicit argument: nothing is stored on a module between calls, and
+checkpointing, compilation and export see ordinary data flow.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def attention_forward(
     """Forward pass of a timm attention module inside an attached model. Shape: ``(B, P + N, D)`` in and out."""
     if not isinstance(attn_mask, AttentionInput):
         raise ValueError(
-            "attn_mask: this block belongs to a model with an attached position encoding and was called without its positions; "
+            "attn_mask: this block belongs to a model with an attached position encoding and was called "
+            "without its positions; "
             "call forward, forward_features or forward_intermediates of the model, or detach the encoding first"
         )
     gate = getattr(attn, "gate", None)

@@ -1,7 +1,7 @@
 """Forward passes of an attached timm model: timm's own steps with positions as a visible argument.
 
-Works for ``VisionTransformer``, ``VisionTransformerDistilled`` and ``Eva``. The functions take the model first and are bound to one
-instance by :func:`mmpos.adapters.timm.attach`; no class and no module is changed.
+Works for ``VisionTransformer``, ``VisionTransformerDistilled`` and ``Eva``. The functions take the model first and are
+bound to one instance by :func:`mmpos.adapters.timm.attach`; no class and no module is changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def forward(
     is_causal: bool = False,
     positions: Positions | None = None,
 ) -> Tensor:
-    """Logits of images; ``positions`` replaces the raster of the image (padding mask, subset of the patches, free points).
+    """Logits of images; ``positions`` replaces the raster of the image (padding mask, subset of the patches, free
+    points).
 
     Shape:
         x ``(B, channels, height, width)``; returns ``(B, num_classes)``.
@@ -78,7 +79,8 @@ def forward_intermediates(
 
     if output_fmt not in ("NCHW", "NLC"):
         raise ValueError(f"output_fmt: expected 'NCHW' or 'NLC', got {output_fmt!r}")
-    take, last = feature_take_indices(len(vit.blocks), list(indices) if isinstance(indices, (list, tuple)) else indices)
+    wanted = indices if indices is None or isinstance(indices, int) else list(indices)
+    take, last = feature_take_indices(len(vit.blocks), wanted)
     kept: list[Tensor] = []
 
     def on_block(index: int, tokens: Tensor) -> None:
@@ -93,7 +95,8 @@ def forward_intermediates(
     if output_fmt == "NCHW":
         if not positions.is_raster and outputs[0].shape[1] != grid[0] * grid[1]:
             raise ValueError(
-                f"output_fmt: 'NCHW' needs every patch of the {tuple(grid)} grid, got {positions.num_placed} tokens; use 'NLC'"
+                f"output_fmt: 'NCHW' needs every patch of the {tuple(grid)} grid, got {positions.num_placed} "
+                "tokens; use 'NLC'"
             )
         outputs = [y.transpose(1, 2).unflatten(-1, grid).contiguous() for y in outputs]
     if output_dict:
@@ -120,7 +123,7 @@ def _encode(
     on_block: OnBlock | None = None,
     count: int | None = None,
 ) -> tuple[Tensor, Positions, tuple[int, int]]:
-    """Patches, prefix tokens, token hooks, blocks. Returns tokens before the final norm, their positions and the grid."""
+    """Everything up to the last block. Returns tokens before the final norm, their positions and the grid."""
     stack: EncodingStack = vit.position_encoding
     patches, grid = _patches(vit, x)
     positions = _positions(vit, patches, grid, positions)
@@ -169,12 +172,14 @@ def _check_image(vit: Any, x: Tensor) -> None:
         )
     if embed.strict_img_size and embed.img_size is not None and (height, width) != tuple(embed.img_size):
         raise ValueError(
-            f"x: this model takes images of {tuple(embed.img_size)}, got {(height, width)}; build it with dynamic_img_size=True or "
+            f"x: this model takes images of {tuple(embed.img_size)}, got {(height, width)}; build it with "
+            "dynamic_img_size=True or "
             "call set_input_size"
         )
     if (height % patch_h or width % patch_w) and not embed.dynamic_img_pad:
         raise ValueError(
-            f"x: expected a height and width divisible by the patch size {(patch_h, patch_w)}, got {(height, width)}; crop or resize "
+            f"x: expected a height and width divisible by the patch size {(patch_h, patch_w)}, got "
+            f"{(height, width)}; crop or resize "
             "the images, or build the model with dynamic_img_pad=True"
         )
 
@@ -187,7 +192,8 @@ def _positions(vit: Any, patches: Tensor, grid: tuple[int, int], positions: Posi
         raise ValueError(f"positions: this model has {prefix} prefix tokens, got num_prefix {positions.num_prefix}")
     if positions.grid_size is not None and tuple(positions.grid_size) != tuple(grid):
         raise ValueError(
-            f"positions: the image has a grid of {tuple(grid)} patches, got positions of grid {tuple(positions.grid_size)}; free places "
+            f"positions: the image has a grid of {tuple(grid)} patches, got positions of grid "
+            f"{tuple(positions.grid_size)}; free places "
             "are given by Positions.points"
         )
     return positions.with_prefix(prefix)
@@ -196,8 +202,8 @@ def _positions(vit: Any, patches: Tensor, grid: tuple[int, int], positions: Posi
 def _add_prefix_and_table(vit: Any, patches: Tensor, grid: tuple[int, int], positions: Positions) -> Tensor:
     """Prefix tokens in front, the model's own table where it is kept, and only the patches that have a position."""
     batch = patches.shape[0]
-    prefix = [getattr(vit, name, None) for name in ("cls_token", "dist_token", "reg_token")]
-    prefix = [token.expand(batch, -1, -1) for token in prefix if token is not None]
+    tokens = [getattr(vit, name, None) for name in ("cls_token", "dist_token", "reg_token")]
+    prefix = [token.expand(batch, -1, -1) for token in tokens if token is not None]
     if vit.pos_embed is not None:
         from timm.layers import resample_abs_pos_embed
 
@@ -238,7 +244,8 @@ def _own_rope_tables(vit: Any, grid: tuple[int, int], positions: Positions) -> l
         return None
     if positions.grid_size is None:
         raise ValueError(
-            "positions: the model's own rotary encoding, kept by this attachment, knows only grids; attach with pos_embed='remove'"
+            "positions: the model's own rotary encoding, kept by this attachment, knows only grids; attach "
+            "with pos_embed='remove'"
         )
     fixed = not vit.dynamic_img_size and hasattr(own, "feat_shape")
     table = own.get_embed() if fixed else own.get_embed(shape=list(grid))
@@ -252,7 +259,8 @@ def _masked_pool(vit: Any, x: Tensor, positions: Positions) -> Tensor:
     """Average or maximum over real tokens only."""
     if vit.attn_pool is not None:
         raise ValueError(
-            f"positions.mask: pooling {vit.global_pool!r} cannot leave out padded tokens; use global_pool='avg', 'max', 'avgmax' or 'token'"
+            f"positions.mask: pooling {vit.global_pool!r} cannot leave out padded tokens; use "
+            "global_pool='avg', 'max', 'avgmax' or 'token'"
         )
     mask = positions.mask
     assert mask is not None

@@ -1,8 +1,9 @@
 """Position encodings for timm's vision transformers: :func:`attach`, :func:`detach`.
 
-Supported are ``VisionTransformer``, ``VisionTransformerDistilled`` and ``Eva`` (EVA, EVA-02, DINOv3 and timm's ``vit_*_rope_*``
-models). The encoding becomes the sub-module ``position_encoding`` of the model; the model keeps its class, its parameters and its
-methods. Only this instance changes: its forward methods are bound to functions that carry positions as an argument.
+Supported are ``VisionTransformer``, ``VisionTransformerDistilled`` and ``Eva`` (EVA, EVA-02, DINOv3 and timm's
+``vit_*_rope_*`` models). The encoding becomes the sub-module ``position_encoding`` of the model; the model keeps its
+class, its parameters and its methods. Only this instance changes: its forward methods are bound to functions that carry
+positions as an argument.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def attach(
     """Give a timm model another position encoding, in place, and return it.
 
     Args:
-        vit: a timm model; its ``forward``, ``forward_features``, ``forward_intermediates`` and ``forward_head`` then also take
-            ``positions=`` (a padding mask, a subset of the patches, free points).
+        vit: a timm model; its ``forward``, ``forward_features``, ``forward_intermediates`` and ``forward_head`` then
+            also take ``positions=`` (a padding mask, a subset of the patches, free points).
         encoding: a registry name, a pair ``(name, options)``, a list of these, or a ready :class:`EncodingStack`.
-        pos_embed: what happens to the encoding the model came with. ``remove`` sets its table and its rotary encoding aside, so that
-            the requested encoding and only it acts; ``keep`` leaves both acting next to it; ``adopt`` hands the table to the encoding
-            ``learned``, which starts from it and leaves the outputs of the model as they were.
+        pos_embed: what happens to the encoding the model came with. ``remove`` sets its table and its rotary encoding
+            aside, so that the requested encoding and only it acts; ``keep`` leaves both acting next to it; ``adopt``
+            hands the table to the encoding ``learned``, which starts from it and leaves the outputs of the model as
+            they were.
         train_grid: patches of the training images, height before width; default the model's current grid.
         per_layer: whether each layer owns its parameters; default as the method says.
         options: options of a single encoding.
@@ -102,8 +104,8 @@ def attach(
 def detach(vit: Any) -> Any:
     """Give the model back as it came: methods, parameters, state-dict keys and outputs.
 
-    Training meanwhile changed the weights, not what was set aside. If the input size was changed, the table that was set aside is
-    resized as the model itself would have done.
+    Training meanwhile changed the weights, not what was set aside. If the input size was changed, the table that was
+    set aside is resized as the model itself would have done.
     """
     record: _Attachment = _record_of(vit)
     record.hook.remove()
@@ -134,7 +136,7 @@ def stack_of(vit: Any) -> EncodingStack:
 # -- attaching --------------------------------------------------------------------------------------------------------
 
 
-def _inspect(vit: Any, pos_embed: str) -> tuple[_Attachment, list[Any]]:
+def _inspect(model: Any, pos_embed: str) -> tuple[_Attachment, list[Any]]:
     """Check that a model can be attached to; returns the record to keep and its attention modules."""
     require("timm", "vit")
     from timm.models.deit import VisionTransformerDistilled
@@ -143,8 +145,9 @@ def _inspect(vit: Any, pos_embed: str) -> tuple[_Attachment, list[Any]]:
 
     if pos_embed not in _MODES:
         raise ValueError(f"pos_embed: expected one of {_MODES}, got {pos_embed!r}")
-    if not isinstance(vit, nn.Module):
-        raise ValueError(f"vit: expected a timm model, got {type(vit).__name__}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"vit: expected a timm model, got {type(model).__name__}")
+    vit: Any = model  # a narrowed type would hide its attributes
     if hasattr(vit, _RECORD):
         raise ValueError(f"vit: {getattr(vit, STACK).title!r} is already attached; call detach(vit) first")
     known = (VisionTransformer, VisionTransformerDistilled, Eva)
@@ -154,7 +157,8 @@ def _inspect(vit: Any, pos_embed: str) -> tuple[_Attachment, list[Any]]:
     )
     if not same_steps:
         raise ValueError(
-            f"vit: expected one of {', '.join(cls.__name__ for cls in known)}, got {type(vit).__name__}, whose forward pass this adapter "
+            f"vit: expected one of {', '.join(cls.__name__ for cls in known)}, got {type(vit).__name__}, "
+            "whose forward pass this adapter "
             "does not know"
         )
     attentions = [attention for block in vit.blocks for attention in attention_modules(block)]
@@ -178,7 +182,7 @@ def _adopting(vit: Any, encoding: Any) -> Any:
 
 def _adopt(vit: Any, stack: EncodingStack, grid: tuple[int, int]) -> None:
     """Hand the model's table to the encoding ``learned``."""
-    learned: Any = stack.shared["learned"] if "learned" in stack.shared else None
+    learned: Any = dict(stack.shared.items()).get("learned")
     if learned is None or vit.pos_embed is None:
         missing = "an encoding 'learned'" if learned is None else "a model with a pos_embed of its own"
         raise ValueError(
@@ -256,7 +260,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
 
 
 def _on_load(vit: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let weights of the original model load: its encoding is dropped or adopted, ours keeps its values. The rest stays strict."""
+    """Let weights of the original model load: its table is dropped or adopted, the encoding keeps its values."""
     start = f"{prefix}{STACK}."
     current = getattr(vit, STACK).state_dict(prefix=start)
     if current and not any(key.startswith(start) for key in state):

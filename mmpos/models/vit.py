@@ -14,7 +14,8 @@ from mmpos.adapters.timm import attach, stack_of
 
 __all__ = ["MICRO", "create_vit", "initialise"]
 
-#: the model of the laptop recipes: 0.67 to 0.70 million parameters with a linear patch embedding, mean pooling and no CLS token
+#: the model of the laptop recipes: 0.67 to 0.70 million parameters with a linear patch embedding, mean pooling and no
+#: CLS token
 MICRO: dict[str, Any] = {
     "embed_dim": 96,
     "depth": 6,
@@ -46,7 +47,8 @@ def create_vit(
         name: ``vit_micro`` or the name of a timm model of class ``VisionTransformer`` or ``Eva``.
         encoding: registry name, pair ``(name, options)``, or a list of these.
         encoding_options: options of a single encoding.
-        image_size: pixels of the training images, height before width; default 32 for ``vit_micro``, else that of the model.
+        image_size: pixels of the training images, height before width; default 32 for ``vit_micro``, else that of the
+            model.
         patch_size: pixels of a patch; default 4 for ``vit_micro``, else that of the model.
         in_chans: image channels.
         num_classes: classes; 0 leaves out the classifier.
@@ -83,7 +85,8 @@ def create_vit(
             vit = timm.create_model(name, **arguments)
         except TypeError as error:
             raise ValueError(
-                f"name: {name!r} is not a model this function can build ({error}); it needs a ViT that takes dynamic_img_size"
+                f"name: {name!r} is not a model this function can build ({error}); it needs a ViT that takes "
+                "dynamic_img_size"
             ) from error
     if micro or vit.patch_embed.img_size is not None:
         check_sizes(vit.patch_embed.img_size, vit.patch_embed.patch_size)
