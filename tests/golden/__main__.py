@@ -1,13 +1,14 @@
 """Run golden cases: ``python -m tests.golden DIR [--only rope_axial,rope_mixed]``.
 
-Prints one line per case, ``method/case  max error  tolerance  ok|FAIL|no runner``, and last ``N passed, N failed, N without a runner``.
-The exit status is 0 only if nothing failed and nothing lacked a runner.
+Prints one line per case, ``method/case  max error  tolerance  ok|FAIL|no runner``, and last
+``N passed, N failed, N without a runner``. The exit status is 0 only if nothing failed and nothing lacked a runner.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,19 +36,24 @@ class Result:
 
 def run_case(path: Path) -> Result:
     """Rebuild the method from the case, feed its inputs and compare every output."""
-    case = Case(path)
-    label = f"{case.method}/{case.name}"
+    label = f"{path.parent.name}/{path.stem}"
+    try:
+        case = Case(path)
+    except Exception as error:  # a damaged file must not hide the other cases
+        return Result(label, "FAIL", reason=f"unreadable: {error}".splitlines()[0])
     module = f"tests.golden.runners.{case.method}"
     if importlib.util.find_spec(module) is None:
         return Result(label, "no runner")
-    runner = importlib.import_module(module)
     try:
+        runner = importlib.import_module(module)
         produced = runner.run(case)
     except Unknown as unknown:
         return Result(label, "no runner", reason=f"unknown: {unknown}")
     except Exception as error:  # a crash of our code on a case is a failure of the case, and the others still run
         return Result(label, "FAIL", reason=f"{type(error).__name__}: {error}".splitlines()[0])
     expected = case.outputs()
+    if not expected:
+        return Result(label, "FAIL", reason="the case stores no output to compare")
     missing = [f"out.{name}" for name in expected if name not in produced]
     unread = case.unread() + missing
     if unread:

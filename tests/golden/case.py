@@ -1,7 +1,7 @@
 """One golden case: inputs, parameters and outputs of a reference code, with bookkeeping of what a runner has read.
 
-A runner must read, check or produce everything in the file. What it leaves unread is reported as unknown, so a case with an option that
-the runner does not know can never pass by accident.
+A runner must read, check or produce everything in the file. What it leaves unread is reported as unknown, so a case with
+an option that the runner does not know can never pass by accident.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Unknown(Exception):
 
 
 class Case:
-    """A golden file. Read options with :meth:`option` or :meth:`expect`, tensors with :meth:`input` and :meth:`param`."""
+    """A golden file: :meth:`option` and :meth:`expect` read options, :meth:`input` and :meth:`param` tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -109,5 +109,7 @@ class Case:
     def unread(self) -> list[str]:
         """Configuration keys and input tensors the runner has not looked at."""
         config = [f"config.{key}" for key in self.config if f"config.{key}" not in self._read]
-        tensors = [key for key in self.tensors if key.startswith(("in.", "param.", "buffer.")) and key not in self._read]
+        tensors = [
+            key for key in self.tensors if key.startswith(("in.", "param.", "buffer.")) and key not in self._read
+        ]
         return config + tensors

@@ -14,16 +14,15 @@ def attention_outputs(case: Case, state: LayerState, num_heads: int, leaves: dic
 
     ``leaves`` names further parameters whose gradient the case may store.
     """
-    x = case.input("x")
-    weight = case.param("qkv.weight").clone().requires_grad_()
-    bias = case.param("qkv.bias") if case.has("param.qkv.bias") else None
-    qkv = F.linear(x, weight, bias).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    names = ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")
+    own = {name: case.param(name).clone().requires_grad_() for name in names if case.has(f"param.{name}")}
+    x = case.input("x").clone().requires_grad_()
+    qkv = F.linear(x, own["qkv.weight"], own.get("qkv.bias")).unflatten(-1, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
     out = attend(*qkv.unbind(0), state, x=x).transpose(1, 2).flatten(2)
-    y = F.linear(out, case.param("proj.weight"), case.param("proj.bias") if case.has("param.proj.bias") else None)
+    y = F.linear(out, own["proj.weight"], own.get("proj.bias"))
     outputs = {"y": y}
     if case.has("in.loss_weight"):
         (y * case.input("loss_weight")).sum().backward()
-        outputs |= {f"grad.{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-        if weight.grad is not None:
-            outputs["grad.qkv.weight"] = weight.grad
+        every = {"x": x, **own, **leaves}
+        outputs |= {f"grad.{name}": leaf.grad for name, leaf in every.items() if leaf.grad is not None}
     return outputs

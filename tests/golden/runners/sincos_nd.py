@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from mmpos import Positions
-from mmpos.coordinates import endpoints, rescaled
-from mmpos.functional.rotary import inverse_frequencies, pixel_frequencies
 from mmpos.functional.sincos import SINCOS_PRESETS, fourier_bands, sincos
 from tests.golden.case import Case, Unknown
+from tests.golden.runners._timm import BAND_OPTIONS, GRID_OPTIONS, timm_bands, timm_coordinates
 
 
 def tolerance(name: str, reference: Tensor, case: Case) -> float:
@@ -108,30 +107,20 @@ def _pypi(case: Case) -> dict[str, Tensor]:
 
 
 def _fourier(case: Case) -> dict[str, Tensor]:
-    known = {"feat_shape", "num_bands", "max_res", "in_pixels", "linear_bands", "ref_feat_shape", "grid_offset"}
-    known |= {"temperature", "grid_indexing"}
+    known = {"feat_shape", "num_bands", "grid_indexing", *BAND_OPTIONS, *GRID_OPTIONS}
     common = _common(case, known)
     outputs = {}
     for name in sorted({output.rpartition("_")[0] for output in case.outputs()}):
         options = _settings(name, case.option(name, {}), common, known)
+        if "feat_shape" not in options:
+            raise Unknown(f"out.{name}_* without feat_shape")
         sizes = tuple(options["feat_shape"])
-        count = options.get("num_bands", 64)
-        train = options.get("ref_feat_shape")
-        offset = float(options.get("grid_offset", 0.0))
-        positions = Positions.grid(*sizes)
-        if options.get("in_pixels", True):
-            linear = bool(options.get("linear_bands", False))
-            bands = pixel_frequencies(count, options.get("max_res", 224), linear=linear)
-            coords = endpoints(positions)
-            if train is not None:
-                coords = coords * torch.tensor([r / s for r, s in zip(train, sizes, strict=True)])
-        else:
-            bands = inverse_frequencies(count, float(options.get("temperature", 10000.0)))
-            coords = positions.coords + offset if train is None else rescaled(positions, offset, tuple(train))
+        coords = timm_coordinates(Positions.grid(*sizes), options)[0].reshape(*sizes, len(sizes))
         order = options.get("grid_indexing", "ij")
         if order not in ("ij", "xy"):
             raise Unknown(f"config.{name}.grid_indexing={order!r}")
-        coords = coords[0].reshape(*sizes, len(sizes))
-        coords = coords.flip(-1) if order == "xy" else coords
+        if order == "xy":  # swaps the first two axes
+            coords = torch.cat([coords[..., :2].flip(-1), coords[..., 2:]], dim=-1)
+        bands = timm_bands(options.get("num_bands", 64), options)
         outputs[f"{name}_sin"], outputs[f"{name}_cos"] = fourier_bands(coords, bands)
     return outputs
