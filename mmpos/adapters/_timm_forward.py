@@ -126,7 +126,7 @@ def _encode(
     """Everything up to the last block. Returns tokens before the final norm, their positions and the grid."""
     stack: EncodingStack = vit.position_encoding
     patches, grid = _patches(vit, x)
-    positions = _positions(vit, patches, grid, positions)
+    positions = positions_of(grid, vit.num_prefix_tokens, positions, patches.device)
     tokens = _add_prefix_and_table(vit, patches, grid, positions)
     tokens = vit.pos_drop(stack.add_to_tokens(tokens, positions))
     tokens, positions = _drop_patches(vit, tokens, positions)
@@ -154,40 +154,44 @@ def _run_block(vit: Any, block: Any, tokens: Tensor, inputs: AttentionInput, rop
 def _patches(vit: Any, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
     """Patch embeddings ``(B, H W, D)`` and the grid ``(H, W)``."""
     embed = vit.patch_embed
-    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
-        _check_image(vit, x)
+    fixed = embed.img_size if embed.strict_img_size else None
+    check_image(x, embed.patch_size, fixed=fixed, pads=embed.dynamic_img_pad)
     patches = embed(x)
     if patches.dim() == 4:  # dynamic image size: NHWC
         return patches.flatten(1, 2), (patches.shape[1], patches.shape[2])
     return patches, tuple(embed.grid_size)
 
 
-def _check_image(vit: Any, x: Tensor) -> None:
-    embed = vit.patch_embed
+def check_image(
+    x: Tensor, patch_size: tuple[int, int], *, fixed: tuple[int, int] | None = None, pads: bool = False
+) -> None:
+    """Raise unless an image is made of whole patches and has the size of a model that takes only one."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
     height, width = x.shape[-2:]
-    patch_h, patch_w = embed.patch_size
+    patch_h, patch_w = patch_size
     if height < patch_h or width < patch_w:
         raise ValueError(
             f"x: an image of {height} x {width} is smaller than one patch of {patch_h} x {patch_w}; enlarge it"
         )
-    if embed.strict_img_size and embed.img_size is not None and (height, width) != tuple(embed.img_size):
+    if fixed is not None and (height, width) != tuple(fixed):
         raise ValueError(
-            f"x: this model takes images of {tuple(embed.img_size)}, got {(height, width)}; build it with "
-            "dynamic_img_size=True or "
-            "call set_input_size"
+            f"x: this model takes images of {tuple(fixed)}, got {(height, width)}; build it with dynamic_img_size=True "
+            "or call set_input_size"
         )
-    if (height % patch_h or width % patch_w) and not embed.dynamic_img_pad:
+    if (height % patch_h or width % patch_w) and not pads:
         raise ValueError(
-            f"x: expected a height and width divisible by the patch size {(patch_h, patch_w)}, got "
-            f"{(height, width)}; crop or resize "
-            "the images, or build the model with dynamic_img_pad=True"
+            f"x: expected a height and width divisible by the patch size {(patch_h, patch_w)}, got {(height, width)}; "
+            "crop or resize the images, or build a timm model with dynamic_img_pad=True"
         )
 
 
-def _positions(vit: Any, patches: Tensor, grid: tuple[int, int], positions: Positions | None) -> Positions:
-    prefix = vit.num_prefix_tokens
+def positions_of(
+    grid: tuple[int, int], prefix: int, positions: Positions | None, device: torch.device | str
+) -> Positions:
+    """Positions of an image's patches: the caller's, checked against the image, or its whole raster."""
     if positions is None:
-        return Positions.grid(*grid, num_prefix=prefix, device=patches.device)
+        return Positions.grid(*grid, num_prefix=prefix, device=device)
     if positions.num_prefix not in (0, prefix):
         raise ValueError(f"positions: this model has {prefix} prefix tokens, got num_prefix {positions.num_prefix}")
     if positions.grid_size is not None and tuple(positions.grid_size) != tuple(grid):

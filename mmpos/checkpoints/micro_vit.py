@@ -1,8 +1,8 @@
 """Small trained ViTs with four position encodings, stored under short names, as weights of ``create_vit("vit_micro")``.
 
 Names in the files: ``proj``; per block ``b.<i>.`` with ``n1``, ``qkv``, ``o``, ``n2``, ``m.0``, ``m.2``; ``n``, ``h``;
-``pe.p`` (learned table) or ``pe.f`` (RoPE-Mixed frequencies, x before y). The metadata key ``spec`` is JSON with ``pe``,
-``patch``, ``mean``, ``std`` and ``acc``, whose smallest size is that of training.
+``pe.p`` (learned table) or ``pe.f`` (RoPE-Mixed frequencies, x before y). The metadata key ``spec`` is JSON with
+``pe``, ``patch``, ``mean``, ``std`` and ``acc``, whose smallest size is that of training.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmpos.adapters._checks import require
+from mmpos.adapters._attachment import require
 from mmpos.adapters.timm import attach, stack_of
 
 __all__ = ["MICRO", "create_vit", "initialise"]

@@ -1,4 +1,6 @@
-"""Small trained ViTs reproduce the accuracies they were stored with: image in, index and rescaled coordinates, three sizes."""
+"""Small trained ViTs reproduce the accuracies they were stored with: image in, index and rescaled coordinates, three
+sizes.
+"""
 
 from __future__ import annotations
 
