@@ -2,6 +2,7 @@
 
 from mmpos.checkpoints.ape import axis_tables, learned_table
 from mmpos.checkpoints.irpe import irpe_tables
+from mmpos.checkpoints.loope import loope_layers
 from mmpos.checkpoints.pape import pape_layer, pape_layers, pape_ri_layer
 from mmpos.checkpoints.rope_vit import rope_mixed_freqs
 
@@ -9,6 +10,7 @@ __all__ = [
     "axis_tables",
     "irpe_tables",
     "learned_table",
+    "loope_layers",
     "pape_layer",
     "pape_layers",
     "pape_ri_layer",

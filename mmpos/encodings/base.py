@@ -43,6 +43,7 @@ class Facts:
         relative: whether attention depends on coordinate differences only.
         learned: whether it has parameters.
         exportable: whether ``torch.export`` with dynamic height and width is supported.
+        needs_image: whether ``add_to_tokens`` takes the image as a third argument ``image``.
     """
 
     title: str
@@ -57,6 +58,7 @@ class Facts:
     relative: bool = False
     learned: bool = False
     exportable: bool = True
+    needs_image: bool = False
 
 
 class PositionEncoding(nn.Module):
@@ -143,8 +145,16 @@ class PositionEncoding(nn.Module):
         """Whether :meth:`attend` replaces the fused attention; by default when the method overrides it."""
         return overrides(self, "attend")
 
+    @property
+    def needs_image(self) -> bool:
+        """Whether :meth:`add_to_tokens` must be given the image; by default what the facts say."""
+        return self.facts.needs_image
+
     def add_to_tokens(self, x: Tensor, positions: Positions) -> Tensor:
-        """Change the token sequence before the first block. Shape: ``(B, P + N, D)`` in and out."""
+        """Change the token sequence before the first block. Shape: ``(B, P + N, D)`` in and out.
+
+        A method whose facts say ``needs_image`` takes ``image`` ``(B, channels, height, width)`` as a third argument.
+        """
         return x
 
     def mix_tokens(self, x: Tensor, positions: Positions, layer: int) -> Tensor:

@@ -166,11 +166,21 @@ class EncodingStack(nn.Module):
             states.append(LayerState(encodings, prepared, mask))
         return tuple(states)
 
-    def add_to_tokens(self, x: Tensor, positions: Positions) -> Tensor:
-        """Token hook of every model-wide encoding. Shape: ``(B, P + N, D)`` in and out."""
+    @property
+    def needs_image(self) -> bool:
+        """Whether :meth:`add_to_tokens` must be given the image, because an encoding reads it."""
+        return any(encoding.needs_image for encoding in self.encodings_of(0))
+
+    def add_to_tokens(self, x: Tensor, positions: Positions, image: Tensor | None = None) -> Tensor:
+        """Token hook of every model-wide encoding; ``image`` goes to those that read it and is ignored by the rest.
+
+        Shape:
+            x ``(B, P + N, D)`` in and out, image ``(B, channels, height, width)``.
+        """
         positions.check_tokens(x)
         for encoding in self.shared.values():
-            x = encoding.add_to_tokens(x, positions)  # type: ignore[operator]
+            extra = {"image": image} if encoding.facts.needs_image else {}  # type: ignore[union-attr]
+            x = encoding.add_to_tokens(x, positions, **extra)  # type: ignore[operator]
         return x
 
     def mix_tokens(self, layer: int, x: Tensor, positions: Positions) -> Tensor:
