@@ -1,7 +1,7 @@
 """One golden case: inputs, parameters and outputs of a reference code, with bookkeeping of what a runner has read.
 
-A runner must read, check or produce everything in the file. What it leaves unread is reported as unknown, so a case with
-an option that the runner does not know can never pass by accident.
+A runner must read, check or produce everything in the file. What it leaves unread is reported as unknown, so a case
+with an option that the runner does not know can never pass by accident.
 """
 
 from __future__ import annotations

@@ -36,8 +36,11 @@ def _one_axis(case: Case) -> dict[str, Tensor]:
     if not torch.allclose(freqs, inverse_frequencies(dim // 2, base), rtol=1e-5, atol=0):
         raise Unknown("in.base_inv_freq that is not the ladder of base and dim")
     outputs: dict[str, Tensor] = {}
-    for name in {output.rpartition(".")[0] for output in case.outputs()}:
-        scaling = _parse(name, listed)
+    for output in case.outputs():
+        name = output.rpartition(".")[0]
+        if f"{name}.inv_freq" in outputs:
+            continue
+        scaling = _parse(name, output, listed)
         scaled, amplitude = scale_frequencies(freqs, scaling, dim=dim, base=base, train_length=length, scale=scale)
         places = torch.arange(test_length, dtype=scaled.dtype)[:, None]
         wavelengths = 2 * math.pi / scaled
@@ -56,16 +59,16 @@ def _one_axis(case: Case) -> dict[str, Tensor]:
     return outputs
 
 
-def _parse(name: str, listed: set[tuple[float, float]]) -> RopeScaling:
+def _parse(name: str, output: str, listed: set[tuple[float, float]]) -> RopeScaling:
     plain = ("linear", "ntk", "dynamic_ntk", "ntk_by_parts", "resonance", "resonance_linear", "resonance_ntk")
     if name in plain:
         return RopeScaling(name)
     match = re.fullmatch(r"((?:resonance_)?yarn)_([\d.]+)_([\d.]+?)(_notrunc)?", name)
     if match is None:
-        raise Unknown(f"out.{name}.*")
+        raise Unknown(f"out.{output}")
     fast, slow = float(match[2]), float(match[3])
     if listed and (fast, slow) not in listed:
-        raise Unknown(f"out.{name}.* with betas that config.betas does not list")
+        raise Unknown(f"out.{output} with betas that config.betas does not list")
     return RopeScaling(match[1], beta_fast=fast, beta_slow=slow, truncate=match[4] is None)
 
 
