@@ -1,0 +1,1 @@
+"""Training of image classifiers with Lightning. Needs ``pip install "mmpos[train]"``."""

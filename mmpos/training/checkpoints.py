@@ -1,0 +1,83 @@
+"""Reading checkpoints: weights only, never pickled code, and errors that say which file and what else there is."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmpos.training.optim import plain_name
+
+__all__ = ["load_weights", "newest_checkpoint", "read_checkpoint"]
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """``last.ckpt`` of a checkpoint folder, else the newest by step, else ``None``."""
+    if (folder / "last.ckpt").is_file():
+        return folder / "last.ckpt"
+    steps = {path: int(found[1]) for path in folder.glob("*.ckpt") if (found := re.fullmatch(r"\d+-(\d+)", path.stem))}
+    return max(steps, key=steps.__getitem__) if steps else None
+
+
+def read_checkpoint(path: Path | str) -> dict[str, Any]:
+    """Content of a Lightning or timm checkpoint, or of a safetensors file, on the CPU."""
+    path = Path(path)
+    others = sorted(other.name for other in path.parent.glob("*.ckpt") if other != path) if path.parent.is_dir() else []
+    hint = f"; the folder also holds {', '.join(others)}" if others else ""
+    if not path.is_file():
+        raise FileNotFoundError(f"checkpoint: no file {path}{hint}")
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return {"state_dict": load_file(path)}
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"checkpoint: {path} cannot be read, it is damaged or not a checkpoint of weights ({error}){hint}"
+        ) from error
+    except Exception as error:  # safetensors raises a type of its own
+        raise ValueError(f"checkpoint: {path} cannot be read ({type(error).__name__}: {error}){hint}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"checkpoint: {path} holds a {type(content).__name__}, expected a dict of tensors{hint}")
+    return content
+
+
+def model_state(content: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights of the inner network from a run of this package (``model.*``) or from timm, names without wrappers."""
+    state = next(
+        (content[key] for key in ("state_dict", "model", "state_dict_ema") if isinstance(content.get(key), dict)),
+        content,
+    )
+    tensors = {plain_name(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    own = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+    return own or tensors
+
+
+def load_weights(model: nn.Module, path: Path | str) -> None:
+    """Load the weights of a checkpoint into a model; every missing, unknown or misshapen name is listed."""
+    state = model_state(read_checkpoint(path))
+    own = model.state_dict()
+    missing = sorted(set(own) - set(state))
+    unknown = sorted(set(state) - set(own))
+    shapes = [
+        f"{name} {tuple(state[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in sorted(set(own) & set(state))
+        if state[name].shape != own[name].shape
+    ]
+    if missing or unknown or shapes:
+        found = [
+            f"{title} {', '.join(names[:8])}"
+            for title, names in (("missing", missing), ("unknown", unknown), ("shape", shapes))
+            if names
+        ]
+        raise ValueError(
+            f"checkpoint: {path} does not fit this model and encoding: {'; '.join(found)}. Set model, encoding "
+            "and their options to those of the checkpoint"
+        )
+    model.load_state_dict(state)

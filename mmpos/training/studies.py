@@ -1,0 +1,140 @@
+"""Studies: many runs in one folder, one table over them, and the measured numbers in the READMEs of the recipes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.experimental.callback import Callback
+
+__all__ = ["StudyReport", "machine", "refresh_readmes", "runs_of"]
+
+BEGIN, END = "<!-- measured: begin (written by `mmpos readme`) -->", "<!-- measured: end -->"
+
+
+class StudyReport(Callback):
+    """Hydra callback: after a multi-run, one comparison table and plot over all finished runs of its folder."""
+
+    def on_multirun_end(self, config: Any, **kwargs: Any) -> None:
+        """Compare what is there; a study with no finished run gets no table."""
+        folder = Path(config.hydra.sweep.dir)
+        if runs_of(folder):
+            from mmpos.evaluation.compare import compare_study
+
+            print(compare_study(folder))
+
+
+def machine() -> str:
+    """Kind of machine, for the side of a measured number."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = names[0] if names else name
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def runs_of(study: Path | str) -> list[tuple[Path, dict[str, Any]]]:
+    """Finished runs with an evaluation below a folder, with their summaries, sorted by path."""
+    found = []
+    for path in sorted(Path(study).rglob("summary.json")):
+        if (path.parent / "results.csv").is_file():
+            found.append((path.parent, json.loads(path.read_text())))
+    return found
+
+
+def refresh_readmes(study: Path | str, recipes: Path | str) -> list[Path]:
+    """Write the numbers of a study into README.md and results.csv of each recipe; returns the changed files.
+
+    Args:
+        study: folder of a multi-run; its runs must differ in recipe and seed only.
+        recipes: folder with one folder per recipe. The README keeps everything outside the two markers.
+    """
+    groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    for folder, summary in runs_of(study):
+        groups.setdefault(summary["recipe"], []).append((folder, summary))
+    if not groups:
+        raise ValueError(
+            f"study: {study} holds no finished run with results.csv; run python train.py -m recipe=... seed=0,1,2 first"
+        )
+    changed = []
+    for recipe, runs in groups.items():
+        settings = {tuple(summary.get("overrides", ())) for _, summary in runs}
+        if len(settings) > 1:
+            raise ValueError(
+                f"study: runs of {recipe} in {study} differ in more than the seed: {sorted(settings)}; give a "
+                "study of its own"
+            )
+        readme = Path(recipes) / recipe / "README.md"
+        if not readme.is_file() or BEGIN not in readme.read_text() or END not in readme.read_text():
+            raise ValueError(f"recipes: {readme} is missing or lacks the lines {BEGIN!r} and {END!r}")
+        text = readme.read_text()
+        head, tail = text[: text.index(BEGIN)], text[text.index(END) + len(END) :]
+        readme.write_text(f"{head}{BEGIN}\n\n{_measured(recipe, runs)}\n{END}{tail}")
+        table = readme.with_name("results.csv")
+        rows = [{"recipe": recipe, "seed": summary["seed"], **row} for folder, summary in runs for row in _rows(folder)]
+        with table.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        changed += [readme, table]
+    return changed
+
+
+def _rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
+    """Markdown: accuracy by size and rule, mean and standard deviation over seeds, and what it took."""
+    values: dict[tuple[str, int], list[float]] = {}
+    for folder, _ in runs:
+        for row in _rows(folder):
+            if row["metric"] == "accuracy":
+                values.setdefault((row["coordinates"], int(row["size"])), []).append(float(row["value"]))
+    rules = list(dict.fromkeys(rule for rule, _ in values))
+    sizes = sorted({size for _, size in values})
+    lines = [f"| coordinates | {' | '.join(f'{size} px' for size in sizes)} |", f"|---|{'---|' * len(sizes)}"]
+    for rule in rules:
+        cells = [_cell(values.get((rule, size), [])) for size in sizes]
+        lines.append(f"| {rule} | {' | '.join(cells)} |")
+    summaries = [summary for _, summary in runs]
+    seeds = sorted(summary["seed"] for summary in summaries)
+    seconds = [summary["train_seconds"] + summary["evaluate_seconds"] for summary in summaries]
+    overrides = " ".join(summaries[0].get("overrides", ()))
+    machines = ", ".join(sorted({summary.get("machine", "unknown machine") for summary in summaries}))
+    dates = sorted({summary.get("date", "") for summary in summaries})
+    command = f"python train.py -m recipe={recipe} seed={','.join(map(str, seeds))} {overrides}".strip()
+    lines += [
+        "",
+        f"Test accuracy in %, mean and standard deviation over {len(seeds)} seed{'s' if len(seeds) > 1 else ''}. "
+        f"{summaries[0]['parameters']:,} parameters. {min(seconds):.0f} to {max(seconds):.0f} s per run, training and "
+        f"evaluation together, on {machines}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        "",
+        "```bash",
+        command,
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return "-"
+    percent = [100 * value for value in values] if max(values) <= 1 else values
+    spread = f" ± {statistics.stdev(percent):.1f}" if len(percent) > 1 else ""
+    mean = statistics.fmean(percent)
+    return "-" if math.isnan(mean) else f"{mean:.1f}{spread}"

@@ -1,0 +1,75 @@
+"""A run that is cut off and resumed ends with the weights of a run that was not."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmpos.training.checkpoints import newest_checkpoint
+from mmpos.training.run import train
+from tests.training.conftest import weights
+
+
+class Killed(BaseException):
+    """Not an Exception: nothing on the way may handle it and tidy up, as nothing can after a kill."""
+
+
+def train_until(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], folder: Path, step: int) -> None:
+    """Run until a training step begins, then stop without any ceremony."""
+    from mmpos.training.module import Classifier
+
+    original = Classifier.training_step
+
+    def training_step(self: Classifier, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.fit_loop.total_batch_idx >= step:
+            raise Killed
+        return original(self, batch, batch_idx)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Classifier, "training_step", training_step)
+        train(config, folder)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "killed_at"),
+    [
+        ((), 4),  # inside the first epoch, checkpoint at step 4
+        ((), 11),  # inside the second epoch, two steps after the checkpoint at step 8
+        ((), 6),  # between two epochs
+        (("+model.options.drop_path_rate=0.5", "+model.options.proj_drop_rate=0.3"), 5),
+        (("objective.mixup=0.8", "objective.cutmix=1.0", "objective.label_smoothing=0.1"), 9),
+        (("callbacks.ema_decay=0.8",), 9),
+        (("trainer.accumulate_grad_batches=2",), 11),
+    ],
+)
+def test_resumed_run_ends_like_an_uninterrupted_one(
+    small: Callable[..., dict[str, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    killed_at: int,
+) -> None:
+    config = small("callbacks.checkpoint_every_n_steps=2", *overrides)
+    whole = train(config, tmp_path / "whole")
+    train_until(monkeypatch, config, tmp_path / "cut", killed_at)
+    torch.rand(17)  # the new process has other generator states
+    resumed = train(config, tmp_path / "cut", ckpt_path=newest_checkpoint(tmp_path / "cut" / "checkpoints"))
+    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    assert expected.keys() == got.keys()
+    for name in expected:
+        assert torch.equal(expected[name], got[name]), name
+    assert resumed == whole
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss of every step in ``metrics.csv``."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {
+            int(row["step"]): float(row["train/loss_step"]) for row in csv.DictReader(file) if row["train/loss_step"]
+        }
