@@ -48,6 +48,13 @@ def _settings(name: str, given: Any, common: dict[str, Any], known: set[str]) ->
     return common | given
 
 
+def _own(case: Case, name: str) -> Any:
+    """Options of one table; a case with a single table may have them at the top."""
+    single = len({output.rpartition("_")[0] for output in case.outputs()}) == 1
+    nested = any(isinstance(value, dict) for value in case.config.values())
+    return case.option(name, {}) if single and not nested else case.option(name)
+
+
 def _common(case: Case, keys: set[str]) -> dict[str, Any]:
     return {key: case.option(key) for key in keys if case.has_option(key)}
 
@@ -81,7 +88,7 @@ def _timm(case: Case) -> dict[str, Tensor]:
     common = _common(case, known)
     outputs = {}
     for name in case.outputs():
-        options = _settings(name, case.option(name, {}), common, known)
+        options = _settings(name, _own(case, name), common, known)
         if "feat_shape" not in options or "dim" not in options:
             raise Unknown(f"out.{name} without feat_shape or dim")
         sizes = list(options["feat_shape"])
@@ -111,7 +118,7 @@ def _fourier(case: Case) -> dict[str, Tensor]:
     common = _common(case, known)
     outputs = {}
     for name in sorted({output.rpartition("_")[0] for output in case.outputs()}):
-        options = _settings(name, case.option(name, {}), common, known)
+        options = _settings(name, _own(case, name), common, known)
         if "feat_shape" not in options:
             raise Unknown(f"out.{name}_* without feat_shape")
         sizes = tuple(options["feat_shape"])

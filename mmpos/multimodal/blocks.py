@@ -1,0 +1,320 @@
+"""Block layouts: ids inside an image or video, as offsets from the cursor. Pure functions of raster indices.
+
+A layout returns offsets ``(axes, n)`` for ``n`` visual tokens; the id is ``cursor + offset`` on the axes that carry
+the cursor and the bare offset on the others. Every function sees the tokens of all blocks of a batch at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmpos.multimodal.segments import VIDEO, Tokens
+
+__all__ = ["BLOCK_LAYOUTS", "Cells", "cells_of", "rings"]
+
+
+@dataclass(frozen=True, eq=False)
+class Cells:
+    """Raster places of visual tokens, with the sizes of their blocks.
+
+    Shape:
+        all ``(n,)``: t, h, w indices; frames, rows, cols sizes; index raster index; block; is_video.
+        ``num_blocks`` blocks in all; step per block ``(blocks,)``, time ``(n,)`` seconds.
+    """
+
+    t: Tensor
+    h: Tensor
+    w: Tensor
+    frames: Tensor
+    rows: Tensor
+    cols: Tensor
+    index: Tensor
+    block: Tensor
+    is_video: Tensor
+    time: Tensor
+    tile_rows: Tensor
+    tile_cols: Tensor
+    step: Tensor
+    sizes: Tensor
+    num_blocks: int
+
+    @property
+    def count(self) -> Tensor:
+        """Tokens of the block each token belongs to."""
+        return self.frames * self.rows * self.cols
+
+    def steps(self, default: Tensor | float) -> Tensor:
+        """Step of each token's block, or the default where the block has none of its own."""
+        own = self.step[self.block]
+        return torch.where(own.isnan(), torch.as_tensor(default, dtype=torch.float64, device=own.device), own)
+
+
+def cells_of(tokens: Tokens) -> tuple[Tensor, Cells]:
+    """Flat places of all visual tokens in the batch, and their cells."""
+    block = tokens.block.flatten()
+    places = (block >= 0).nonzero()[:, 0]
+    block = block[places]
+    index = tokens.local.flatten()[places]
+    frames, rows, cols = tokens.sizes[block].unbind(1)
+    frame_size = rows * cols
+    t = index.div(frame_size, rounding_mode="floor")
+    rest = index - t * frame_size
+    h = rest.div(cols, rounding_mode="floor")
+    tile_rows, tile_cols = tokens.tiles[block].unbind(1)
+    cells = Cells(
+        t=t,
+        h=h,
+        w=rest - h * cols,
+        frames=frames,
+        rows=rows,
+        cols=cols,
+        index=index,
+        block=block,
+        is_video=tokens.kind.flatten()[places] == VIDEO,
+        time=tokens.times[tokens.time_start[block] + t],
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        step=tokens.step,
+        sizes=tokens.sizes,
+        num_blocks=len(tokens.sizes),
+    )
+    return places, cells
+
+
+def raster(cells: Cells) -> Tensor:
+    """One axis, raster order: every visual token advances by one, like text."""
+    return cells.index[None]
+
+
+def grid(cells: Cells, time_stride: float = 1.0, scale: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Tensor:
+    """(t, h, w) indices, the time index times ``time_stride`` and every axis times ``scale`` (M-RoPE, MM-RoPE)."""
+    factors = (time_stride * scale[0], scale[1], scale[2])
+    parts = [
+        part if factor == 1 else _scaled(part, factor)
+        for part, factor in zip((cells.t, cells.h, cells.w), factors, strict=True)
+    ]
+    return (
+        torch.stack(torch.broadcast_tensors(*parts))
+        if len({p.dtype for p in parts}) == 1
+        else torch.stack([p.double() for p in parts])
+    )
+
+
+def absolute_time(cells: Cells, tokens_per_second: float = 2.0, truncate_seconds: bool = False) -> Tensor:
+    """(t, h, w) with ``t = floor(seconds * tokens_per_second)`` for videos (Qwen2.5-VL); images keep their index.
+
+    The floor comes last: only the product is cut, and never the start of the block. ``truncate_seconds`` repeats the
+    fault of older releases, which cut the seconds between frames to an integer first, so that everything above two
+    frames a second collapses.
+    """
+    time = cells.time
+    if truncate_seconds:
+        first = (cells.t == 1).to(time.dtype)
+        interval = torch.zeros(cells.num_blocks, dtype=time.dtype, device=time.device)
+        interval.scatter_reduce_(0, cells.block, torch.nan_to_num(time) * first, "amax")
+        time = cells.t * interval.trunc()[cells.block]
+    scaled = (time * tokens_per_second).floor()
+    known = cells.is_video & ~time.isnan()
+    return torch.stack([torch.where(known, torch.nan_to_num(scaled).long(), cells.t), cells.h, cells.w])
+
+
+def diagonal(cells: Cells, scale: float = 2.0) -> Tensor:
+    """VideoRoPE and HoPE: time ``scale * t``; rows and columns centred on it, so a frame lies across the diagonal."""
+    time = cells.t * cells.steps(scale)
+    rows = time + cells.h - (cells.rows - 1).div(2, rounding_mode="floor")
+    cols = time + cells.w - (cells.cols - 1).div(2, rounding_mode="floor")
+    return torch.stack([time, rows, cols])
+
+
+def mirrored(cells: Cells, order: str = "code") -> Tensor:
+    """VRoPE: four corner sums, so that no corner of a frame is nearer to the text than another.
+
+    ``code`` is [h+w, h+w', h'+w, h'+w'] with ``h' = H-1-h``; ``paper`` deals the same four to the pairs as [w+h,
+    w+h', w'+h', w'+h].
+    """
+    h, w = cells.h, cells.w
+    h2, w2 = cells.rows - 1 - h, cells.cols - 1 - w
+    if order == "code":
+        corners = [h + w, h + w2, h2 + w, h2 + w2]
+    elif order == "paper":
+        corners = [w + h, w + h2, w2 + h2, w2 + h]
+    else:
+        raise ValueError(f"order: expected 'code' or 'paper', got {order!r}")
+    return torch.stack(corners) + cells.t * (cells.rows + cells.cols - 1)
+
+
+def circle(
+    cells: Cells,
+    radius: float | str = 10.0,
+    alpha: float = 0.5,
+    centred: bool = True,
+    frame_stride: float = 1.0,
+    projected: float = 0.0,
+    auto_norm: str = "largest",
+) -> Tensor:
+    """Circle-RoPE: a ring in the plane through the cursor at right angles to (1, 1, 1), so all tokens are equally far
+    from any text.
+
+    Args:
+        cells: places.
+        radius: radius of the ring, or ``"auto"`` / ``"auto-k"`` for ``k`` times the extent of the grid.
+        alpha: 1 takes the angle of the cell, 0 spreads the raster order evenly; below 1 no two cells coincide.
+        centred: measure cell angles about the middle of the grid.
+        frame_stride: distance between the rings of consecutive frames along (1, 1, 1).
+        projected: mix this share of the projected grid itself into the ring.
+        auto_norm: extent for automatic radii: ``largest`` centred coordinate (code) or largest ``l2`` norm (paper).
+    """
+    # float64: in float32 the last bit of an angle depends on which other images are in the batch
+    y = cells.h - (cells.rows.double() - 1) / 2 if centred else cells.h.double()
+    x = cells.w - (cells.cols.double() - 1) / 2 if centred else cells.w.double()
+    angle = torch.atan2(y, x)
+    low = _per_block(angle, cells, "amin")
+    span = _per_block(angle, cells, "amax") - low
+    normalised = torch.where(span > 0, (angle - low) / torch.where(span > 0, span, 1.0) * (2 * math.pi), angle)
+    cell = cells.h * cells.cols + cells.w
+    even = cell * (2 * math.pi) / (cells.rows * cells.cols)
+    angle = alpha * normalised + (1 - alpha) * even
+    if isinstance(radius, str):
+        if not radius.startswith("auto"):
+            raise ValueError(f"radius: expected a number, 'auto' or 'auto-k', got {radius!r}")
+        factor = float(radius.split("-", 1)[1]) if "-" in radius else 1.0
+        if auto_norm == "largest":
+            extent = torch.maximum(_per_block(y, cells, "amax"), _per_block(x, cells, "amax"))
+        elif auto_norm == "l2":
+            extent = _per_block((x * x + y * y).sqrt(), cells, "amax")
+        else:
+            raise ValueError(f"auto_norm: expected 'largest' or 'l2', got {auto_norm!r}")
+        size: Tensor | float = factor * extent
+    else:
+        size = float(radius)
+    across, up = size * angle.cos(), size * angle.sin()
+    if projected:
+        across, up = (1 - projected) * across + projected * x, (1 - projected) * up + projected * y
+    # plane basis u = (-1, 1, 0)/sqrt 2 and v = (-1, -1, 2)/sqrt 6 in the order (w, h, t)
+    col = -across / math.sqrt(2) - up / math.sqrt(6)
+    row = across / math.sqrt(2) - up / math.sqrt(6)
+    time = 2 * up / math.sqrt(6)
+    return torch.stack([time, row, col]) + cells.t * frame_stride
+
+
+def fractional(cells: Cells, step: float = 0.25, span: float | None = None) -> Tensor:
+    """V2PE: visual tokens advance by a fraction of a text token, ``-1 + k step`` for k = 1, 2, ...
+
+    Args:
+        cells: places.
+        step: id step between visual tokens (stride / tokens per tile), unless the segment brings its own.
+        span: when given, a whole block spans this many ids and the step is ``span / tokens``.
+    """
+    each = cells.steps(step) if span is None else float(span) / cells.count.double()
+    return ((cells.index + 1) * each - 1)[None]
+
+
+def concentric(cells: Cells, levels: int | None = None, drop: int = 0, clip: bool = True) -> Tensor:
+    """CCA and PyPE: one id per ring, counted from the border inwards.
+
+    Args:
+        cells: places.
+        levels: most levels; default all ``min(H, W) // 2``.
+        drop: levels taken away from the inside (PyPE: layer // jump), never below one level.
+        clip: an odd grid's centre joins the last ring, as in the reference; otherwise it is a ring of its own.
+    """
+    return rings(cells, levels, drop, clip)[None]
+
+
+def rings(cells: Cells, levels: int | None = None, drop: int = 0, clip: bool = True) -> Tensor:
+    """Ring of every cell, ``min(h, w, H-1-h, W-1-w)``, limited to the levels. Shape: ``(n,)``."""
+    ring = torch.minimum(
+        torch.minimum(cells.h, cells.w), torch.minimum(cells.rows - 1 - cells.h, cells.cols - 1 - cells.w)
+    )
+    short = torch.minimum(cells.rows, cells.cols)
+    most = (short if clip else short + 1).div(2, rounding_mode="floor").clamp_min(1)
+    if levels is not None:
+        most = most.clamp_max(levels)
+    return torch.minimum(ring, (most - drop).clamp_min(1) - 1)
+
+
+def thumbnail(cells: Cells, order: str = "row", rounding: str = "floor") -> Tensor:
+    """RoPE-DHR (CoMemo): every tile token takes the id of the thumbnail cell it covers; a plain image is its own
+    thumbnail.
+
+    Args:
+        cells: places; blocks come from :class:`~mmpos.multimodal.segments.Tiles`.
+        order: ``row`` as tiles are cut; ``column`` repeats the released code, which walks the tiles in the other order.
+        rounding: ``floor`` (paper), or ``linspace`` as the released code computes it.
+    """
+    if order not in ("row", "column") or rounding not in ("floor", "linspace"):
+        raise ValueError(
+            f"order, rounding: expected 'row' or 'column' and 'floor' or 'linspace', got {order!r}, {rounding!r}"
+        )
+    tiled = cells.tile_rows > 0
+    down, across = cells.tile_rows.clamp_min(1), cells.tile_cols.clamp_min(1)
+    if order == "row":
+        tile_row, tile_col = cells.t.div(across, rounding_mode="floor"), cells.t % across
+    else:
+        tile_row, tile_col = cells.t % down, cells.t.div(down, rounding_mode="floor")
+    side = cells.cols
+    is_thumbnail = cells.t >= down * across
+    if rounding == "floor":
+        row = (tile_row * side + cells.h).div(down, rounding_mode="floor")
+        col = (tile_col * side + cells.w).div(across, rounding_mode="floor")
+    else:
+        row = _linspace_cell(tile_row, cells.h, side, down)
+        col = _linspace_cell(tile_col, cells.w, side, across)
+    single = (down * across == 1) | is_thumbnail | ~tiled
+    ids = torch.where(single, cells.h * side + cells.w, row * side + col)
+    plain = ~tiled
+    return torch.where(plain, cells.index, ids)[None]
+
+
+def _linspace_cell(tile: Tensor, index: Tensor, side: Tensor, count: Tensor) -> Tensor:
+    width = side.double() / count - 1e-6
+    return (tile * width + index * (width / (side - 1).clamp_min(1))).long()
+
+
+def shared(cells: Cells) -> Tensor:
+    """One id for all tokens of a block (MouSi share-all)."""
+    return torch.zeros_like(cells.h)[None]
+
+
+def by_row(cells: Cells) -> Tensor:
+    """One id per row of a block (MouSi share-by-row)."""
+    return (cells.t * cells.rows + cells.h)[None]
+
+
+def by_column(cells: Cells) -> Tensor:
+    """One id per column of a block."""
+    return (cells.t * cells.cols + cells.w)[None]
+
+
+def _scaled(part: Tensor, factor: float) -> Tensor:
+    return part * int(factor) if float(factor).is_integer() else part * float(factor)
+
+
+def _per_block(values: Tensor, cells: Cells, reduce: str) -> Tensor:
+    fill = float("inf") if reduce == "amin" else float("-inf")
+    out = torch.full((cells.num_blocks,), fill, dtype=values.dtype, device=values.device)
+    return out.scatter_reduce_(0, cells.block, values, reduce)[cells.block]
+
+
+BLOCK_LAYOUTS: Mapping[str, Callable[..., Tensor]] = {
+    "raster": raster,
+    "grid": grid,
+    "absolute_time": absolute_time,
+    "diagonal": diagonal,
+    "mirrored": mirrored,
+    "circle": circle,
+    "fractional": fractional,
+    "concentric": concentric,
+    "thumbnail": thumbnail,
+    "shared": shared,
+    "by_row": by_row,
+    "by_column": by_column,
+}
+
+Options = Mapping[str, Any]

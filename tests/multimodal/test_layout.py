@@ -1,0 +1,197 @@
+"""What must hold for every scheme.
+
+Decode continues prefill, padding and batching change nothing, text alone is 1-D RoPE.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmpos.multimodal import SCHEMES, Image, Text, Tiles, Video, list_schemes, scheme
+
+LAYERS = 9
+
+
+@st.composite
+def segment_rows(draw: st.DrawFn) -> list:
+    """One to three rows with text, images (also adjacent, also last), videos and tiles on non-square grids."""
+
+    def segment() -> object:
+        kind = draw(st.integers(0, 3))
+        if kind == 0:
+            return Text(draw(st.integers(1, 4)))
+        rows, cols = draw(st.integers(1, 5)), draw(st.integers(1, 5))
+        if kind == 1:
+            return Image(rows, cols)
+        if kind == 2:
+            frames = draw(st.integers(1, 4))
+            return Video(frames, rows, cols, times=[0.4 * frame for frame in range(frames)])
+        return Tiles(draw(st.integers(1, 2)), draw(st.integers(1, 3)), rows)
+
+    return [[segment() for _ in range(draw(st.integers(1, 4)))] for _ in range(draw(st.integers(1, 3)))]
+
+
+@pytest.mark.parametrize("name", list_schemes())
+@settings(max_examples=15, deadline=None)
+@given(rows=segment_rows(), cut=st.integers(0, 4))
+def test_prefill_and_steps_equal_one_shot(name: str, rows: list, cut: int) -> None:
+    whole = scheme(name).layout(rows, num_layers=LAYERS)
+    first = scheme(name).layout([row[:cut] for row in rows], padding_side="left", num_layers=LAYERS)
+    grown = first.extend([row[cut:] for row in rows])
+    for layer in range(LAYERS):
+        for number in range(len(rows)):
+            torch.testing.assert_close(
+                grown.position_ids(layer)[:, number, grown.mask[number]],
+                whole.position_ids(layer)[:, number, whole.mask[number]],
+                check_dtype=False,
+            )
+        torch.testing.assert_close(grown.next_ids(3, layer), whole.next_ids(3, layer), check_dtype=False)
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_decoding_text_one_by_one_equals_text_in_the_prompt(name: str) -> None:
+    prompt = [Text(2), Image(2, 3), Video(2, 3, 2, times=[0.0, 0.7])]
+    whole = scheme(name).layout([[*prompt, Text(4)]], num_layers=LAYERS)
+    start = scheme(name).layout([prompt], num_layers=LAYERS)
+    for layer in range(LAYERS):
+        torch.testing.assert_close(start.next_ids(4, layer), whole.position_ids(layer)[..., -4:], check_dtype=False)
+
+
+@pytest.mark.parametrize("name", list_schemes())
+@settings(max_examples=10, deadline=None)
+@given(rows=segment_rows(), side=st.sampled_from(["left", "right"]), extra=st.integers(0, 3))
+def test_padding_and_batching_change_nothing(name: str, rows: list, side: str, extra: int) -> None:
+    longest = scheme(name).layout(rows, num_layers=LAYERS).kind.shape[1]
+    batch = scheme(name).layout(rows, padding_side=side, length=longest + extra, num_layers=LAYERS)
+    for number, row in enumerate(rows):
+        alone = scheme(name).layout([row], num_layers=LAYERS)
+        for layer in (0, LAYERS - 1):
+            torch.testing.assert_close(
+                batch.position_ids(layer)[:, number, batch.mask[number]],
+                alone.position_ids(layer)[:, 0],
+                check_dtype=False,
+            )
+            keep = batch.mask[number]
+            assert torch.equal(batch.dense_mask(layer)[number, 0][keep][:, keep], alone.dense_mask(layer)[0, 0])
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_text_alone_is_ordinary(name: str) -> None:
+    layout = scheme(name).layout([[Text(3), Text(4)]], num_layers=LAYERS)
+    ids = layout.position_ids()
+    axes = ids if scheme(name).text == "all" else ids[:1]
+    assert torch.equal(axes, torch.arange(7).expand(axes.shape[0], 1, -1).to(ids.dtype))
+    assert layout.text_only()
+    assert torch.equal(layout.dense_mask()[0, 0], torch.ones(7, 7).tril().bool())
+
+
+def test_types_and_segments_agree_with_adjacent_images_and_an_image_at_the_end() -> None:
+    rows = [[Text(1), Image(2, 3), Image(1, 2), Text(2), Video(2, 2, 1)], [Text(4)], [Image(3, 1)]]
+    segments = scheme("mrope").layout(rows, padding_side="left")
+    types = torch.where(segments.kind < 0, 0, segments.kind)
+    read = scheme("mrope").layout_from_types(
+        types,
+        image_grids=torch.tensor([[1, 4, 6], [1, 2, 4], [1, 6, 2]]),
+        video_grids=torch.tensor([[2, 4, 2]]),
+        mask=segments.mask,
+        merge_size=2,
+    )
+    assert torch.equal(read.ids, segments.ids)
+    assert torch.equal(read.cursor, segments.cursor)
+
+
+def test_wrong_counts_name_rows_and_both_counts() -> None:
+    types = torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match=r"1 grids hold 6 tokens.*6 image tokens|image_grids"):
+        scheme("mrope").layout_from_types(types, image_grids=torch.tensor([[1, 2, 4]]))
+    with pytest.raises(ValueError, match="image 0 of the batch is interrupted in row 1 after 3 tokens"):
+        scheme("mrope").layout_from_types(types, image_grids=torch.tensor([[1, 2, 3]]))
+
+
+def test_gap_keeps_ids_of_kept_tokens_and_compact_renumbers() -> None:
+    layout = scheme("mrope").layout([[Text(2), Image(3, 2), Text(2)]])
+    keep = torch.tensor([0, 1, 3, 7, 8, 9])
+    kept = layout.take(keep)
+    assert torch.equal(kept.ids, layout.ids[..., keep])
+    assert torch.equal(kept.next_ids(), layout.next_ids())
+    compact = kept.compact()
+    assert compact.position_ids()[0, 0].tolist() == list(range(6))
+    assert int(compact.next_ids()[0, 0, 0]) == 6
+
+
+def test_pack_restarts_and_separates_sequences() -> None:
+    layout = scheme("cca").layout([[Text(1), Image(4, 4)], [Text(3)]], padding_side="left")
+    packed = layout.pack()
+    assert packed.kind.shape == (1, 20)
+    alone = [scheme("cca").layout([[Text(1), Image(4, 4)]]), scheme("cca").layout([[Text(3)]])]
+    assert torch.equal(packed.ids[..., :17], alone[0].ids)
+    assert torch.equal(packed.ids[..., 17:], alone[1].ids)
+    pattern = packed.dense_mask()[0, 0]
+    assert torch.equal(pattern[:17, :17], alone[0].dense_mask()[0, 0])
+    assert not pattern[17:, :17].any()
+    assert not pattern[:17, 17:].any()
+
+
+def test_concentric_pattern_is_a_preorder_on_rings_and_symmetric_under_flips() -> None:
+    layout = scheme("cca").layout([[Image(6, 4)]])
+    pattern = layout.dense_mask()[0, 0]
+    ring = layout.position_ids()[0, 0]
+    assert torch.equal(pattern, ring[None, :] <= ring[:, None])
+    grid = ring.view(6, 4)
+    assert torch.equal(grid, grid.flip(0))
+    assert torch.equal(grid, grid.flip(1))
+
+
+def test_pyramid_starts_as_concentric_and_loses_levels() -> None:
+    pype = scheme("pype", layer_options={"jump": 2}).layout([[Text(2), Image(8, 6), Text(1)]], num_layers=8)
+    cca = scheme("cca").layout([[Text(2), Image(8, 6), Text(1)]])
+    assert torch.equal(pype.position_ids(0), cca.position_ids())
+    levels = [int(pype.position_ids(layer)[0, 0, 2:-1].unique().numel()) for layer in range(8)]
+    assert levels == [3, 3, 2, 2, 1, 1, 1, 1]
+
+
+def test_ring_is_equally_far_from_any_text() -> None:
+    layout = scheme("circlerope").layout([[Text(3), Image(5, 4), Text(6)]])
+    ids = layout.position_ids()[:, 0]
+    image, text = ids[:, 3:23], ids[:, [0, 24]]
+    for column in range(2):
+        distance = (image - text[:, column : column + 1]).norm(dim=0)
+        assert float(distance.max() - distance.min()) < 1e-5
+
+
+def test_frames_keep_their_mean_under_mirrored_sums() -> None:
+    ids = scheme("vrope").layout([[Video(3, 4, 2)]]).position_ids()[:, 0].double()
+    means = ids.mean(0).view(3, 8)
+    assert torch.equal(means, (torch.arange(3) * 5 + 2.0).double()[:, None].expand(3, 8))
+
+
+def test_fraction_steps_need_no_integer_ids() -> None:
+    layout = scheme("v2pe", block_options={"step": 1 / 256}).layout([[Text(300), Image(16, 16), Text(1)]])
+    ids = layout.position_ids()[0, 0].float()
+    assert ids[300:556].unique().numel() == 256
+    assert float(ids[-1]) == 301.0
+
+
+def test_schemes_report_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="did you mean 'mrope'"):
+        scheme("mrop")
+    with pytest.raises(ValueError, match="cursor: expected one of"):
+        scheme("mrope", cursor="middle")
+    with pytest.raises(ValueError, match="a scheme has no blok"):
+        scheme("mrope", blok="grid")
+    with pytest.raises(ValueError, match=r"sections: expected .* exactly 16 rotary pairs"):
+        scheme("mrope").allocate(16, sections=(4, 4, 4))
+    with pytest.raises(ValueError, match=r"2 frames but 3 times"):
+        scheme("mrope").layout([[Video(2, 1, 1, times=[0, 1, 2])]])
+    with pytest.raises(ValueError, match=r"rows\[0\]: expected sizes of at least 1"):
+        scheme("mrope").layout([[Image(0, 3)]])
+
+
+def test_every_scheme_names_its_source_and_allocates_any_even_head() -> None:
+    for row in SCHEMES.values():
+        assert row.source
+        if row.allocation != "by_head":
+            assert row.allocate(32).pairs == 32
