@@ -26,6 +26,7 @@ __all__ = [
     "assert_relative",
     "build",
     "encodings_of",
+    "image_for",
     "qkv",
     "randomise",
     "scores",
@@ -97,6 +98,16 @@ def encodings_of(stack: EncodingStack) -> list[PositionEncoding]:
     return [module for module in stack.modules() if isinstance(module, PositionEncoding)]
 
 
+def image_for(stack: EncodingStack, positions: Positions, batch: int, *, seed: int = 0) -> Tensor | None:
+    """A random picture of the size that an encoding which reads the image expects, ``None`` when no encoding does."""
+    for encoding in stack.encodings_of(0):
+        if encoding.needs_image and positions.grid_size is not None:
+            pixels: Any = encoding.patch_size
+            size = [cells * side for cells, side in zip(positions.grid_size, pixels, strict=False)]
+            return seeded(batch, 3, *size, seed=seed)
+    return None
+
+
 @torch.no_grad()
 def randomise(stack: EncodingStack, scale: float = 0.3, seed: int = 0) -> EncodingStack:
     """Move every parameter away from its initial value, as training would; tables that start at zero become visible."""
@@ -157,8 +168,12 @@ class TinyTransformer(nn.Module):
         sizes = [positions.coords.shape[0], 1 if positions.mask is None else positions.mask.shape[0]]
         return seeded(max(sizes) if batch is None else batch, positions.num_tokens, self.dim, seed=seed)
 
+    def add(self, x: Tensor, positions: Positions) -> Tensor:
+        """Token hook of the stack, with a picture for encodings that read one."""
+        return self.stack.add_to_tokens(x, positions, image=image_for(self.stack, positions, x.shape[0]))
+
     def forward(self, x: Tensor, positions: Positions, *, plain: bool = False, layers: int | None = None) -> Tensor:
-        x = self.stack.add_to_tokens(x, positions)
+        x = self.add(x, positions)
         states = self.stack.prepare(positions)
         for layer in range(self.stack.depth if layers is None else layers):
             h = F.layer_norm(x, (self.dim,))

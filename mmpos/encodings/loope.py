@@ -52,8 +52,10 @@ class Loope(PositionEncoding):
         channels: channels of the image.
         widths: channels between the five convolutions.
         kernel: side of all kernels but the first, odd.
-        act: activation after each convolution, one of ``relu``, ``gelu``, ``silu``, ``tanh``.
-        coord_scale: factor on the two planes of pixel indices.
+        act: activation after each convolution, one of ``relu``, ``gelu``, ``silu``, ``tanh``. Not stated in the paper; the
+            last map has one channel, where a ReLU can die for good.
+        coord_scale: factor on the two planes of pixel indices, 1 for the raw numbers of the text. The default brings them to
+            the range of the colours at 224 pixels; raw, they saturate the tanh of an untrained model.
         position_scale: factor on the position before the sinusoid.
         common: arguments of :class:`~mmpos.encodings.base.PositionEncoding`.
 
@@ -89,8 +91,8 @@ class Loope(PositionEncoding):
         channels: int = 3,
         widths: Sequence[int] = (32, 16, 8, 4),
         kernel: int = 5,
-        act: str = "relu",
-        coord_scale: float = 1.0,
+        act: str = "gelu",
+        coord_scale: float = 1 / 224,
         position_scale: float = 1.0,
         **common: Any,
     ) -> None:
@@ -253,7 +255,8 @@ class Loope(PositionEncoding):
     def embed(self, positions: Positions, image: Tensor | None = None) -> Tensor:
         """The vectors of the placed tokens. Shape: ``(B or 1, N, D)``."""
         place = self.ranks(positions)
-        shift = self.bias(positions, image)
+        with torch.autocast(place.device.type, enabled=False):  # it would round pixel indices to eight bits
+            shift = self.bias(positions, image)
         if shift is not None:
             place = place + shift.to(place.dtype)
         return sincos((place * self.position_scale)[..., None], self.dim, self.base)

@@ -77,7 +77,7 @@ def test_other_grids_index_and_rescaled() -> None:
 
 
 def test_the_dense_context_meets_another_grid_through_that_of_training() -> None:
-    stack, encoding = build()
+    stack, encoding = build(act="relu")
     at_home = encoding.bias(Positions.grid(*GRID), picture(*GRID))
     away = encoding.bias(Positions.grid(6, 10), picture(6, 10))
     assert away.shape == (2, 60)

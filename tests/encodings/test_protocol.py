@@ -409,12 +409,12 @@ def test_autocast_does_not_reach_tables(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         inside = list(tensors_of([state.prepared for state in model.stack.prepare(positions)]))
         x = model.tokens(positions)
-        added = model.stack.add_to_tokens(x, positions)
+        added = model.add(x, positions)
     assert len(plain) == len(inside)
     for a, b in zip(plain, inside, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
-    assert torch.equal(added, model.stack.add_to_tokens(x, positions))
+    assert torch.equal(added, model.add(x, positions))
 
 
 # -- construction, state ----------------------------------------------------------------------------------------------
