@@ -1,18 +1,28 @@
 """Weights of reference repositories to our modules: one function per family, the same that the golden tests use."""
 
 from mmpos.checkpoints.ape import axis_tables, learned_table
+from mmpos.checkpoints.comrope import comrope_layer, comrope_layers
+from mmpos.checkpoints.dinov3 import dinov3_options
 from mmpos.checkpoints.irpe import irpe_tables
+from mmpos.checkpoints.liere import liere_layers
 from mmpos.checkpoints.loope import loope_layers
 from mmpos.checkpoints.pape import pape_layer, pape_layers, pape_ri_layer
 from mmpos.checkpoints.rope_vit import rope_mixed_freqs
+from mmpos.checkpoints.string import string_cayley_layer, string_circulant_layer
 
 __all__ = [
     "axis_tables",
+    "comrope_layer",
+    "comrope_layers",
+    "dinov3_options",
     "irpe_tables",
     "learned_table",
+    "liere_layers",
     "loope_layers",
     "pape_layer",
     "pape_layers",
     "pape_ri_layer",
     "rope_mixed_freqs",
+    "string_cayley_layer",
+    "string_circulant_layer",
 ]

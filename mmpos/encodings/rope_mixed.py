@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from mmpos.encodings._rotary import ROTARY_RULES, RotaryEncoding
 from mmpos.encodings.base import Facts, wide_dtype
 from mmpos.encodings.registry import register
-from mmpos.functional.rotary import inverse_frequencies, mixed_angles
+from mmpos.functional.rope_3d import octgpt_frames
+from mmpos.functional.rotary import axial_frames, directed_frequencies, mixed_angles, random_frames
 from mmpos.positions import Positions
 
 
@@ -30,7 +31,8 @@ class RopeMixed(RotaryEncoding):
         num_heads: attention heads ``h``; ``head_dim`` must be a multiple of twice the axes.
         theta: base of the ladder of initial magnitudes, 10 in the paper.
         per_head: whether each head owns its frequencies.
-        init: ``random`` draws one frame of directions per head (the paper); ``axial`` starts as RoPE-Axial.
+        init: ``random`` draws one frame of directions per head (the paper); ``axial`` starts as RoPE-Axial;
+            ``octgpt`` is the frame of OctGPT (3 axes, not orthogonal, ``theta=100`` there).
         learned: whether the frequencies train.
         rotary: arguments of :class:`~mmpos.encodings._rotary.RotaryEncoding`.
 
@@ -62,8 +64,8 @@ class RopeMixed(RotaryEncoding):
         **rotary: Any,
     ) -> None:
         super().__init__(dim, num_heads, **rotary)
-        if init not in ("random", "axial"):
-            raise ValueError(f"init: expected 'random' or 'axial', got {init!r}")
+        if init not in ("random", "axial", "octgpt") or (init == "octgpt" and self.axes != 3):
+            raise ValueError(f"init: expected 'random', 'axial' or, with 3 axes, 'octgpt', got {init!r}")
         if not theta > 0:
             raise ValueError(f"theta: expected a positive base, got {theta}")
         self.theta = theta
@@ -87,19 +89,13 @@ class RopeMixed(RotaryEncoding):
         """Magnitudes on the ladder; directions from a random orthonormal frame per head."""
         heads = self.freqs.shape[1]
         device = self.freqs.device
-        if self.axes == 2:
-            turn = (
-                torch.rand(heads, device=device) * 2 * math.pi
-                if self.init == "random"
-                else torch.zeros(heads, device=device)
-            )
-            self.freqs.copy_(mixed_init_2d(turn, self.head_dim, self.theta))
-            return
-        frame = torch.eye(self.axes, device=device).expand(heads, -1, -1)
-        if self.init == "random":
-            frame = torch.linalg.qr(torch.randn(heads, self.axes, self.axes, device=device))[0]
-        # rows of the frame, last axis first so that the axial start equals RoPE-Axial in its default order
-        self.freqs.copy_(_spread(frame.flip(-2), self.head_dim, self.theta))
+        if self.init == "octgpt":
+            draw = torch.rand(heads, 2, device=device)
+            frame = octgpt_frames(draw[:, 0] * 2 * math.pi, draw[:, 1] * math.pi / 2)
+        else:
+            frames = random_frames if self.init == "random" else axial_frames
+            frame = frames(heads, self.axes, device=device)
+        self.freqs.copy_(directed_frequencies(frame, self.head_dim // 2, self.theta))
 
     def angles(self, positions: Positions) -> tuple[Tensor, Tensor | None]:
         coords = self.coordinate_values(positions)
@@ -117,7 +113,9 @@ class RopeMixed(RotaryEncoding):
         # a pair reads all axes at once: their amplitudes count as much as the axes do in its direction
         weight = (self.freqs.to(length.dtype) / length).square()
         weight = weight / weight.sum(0).clamp_min(1e-12)
-        excess = torch.stack([w * (factor[:, None, None] - 1) for w, factor in zip(weight, amplitudes, strict=True)])
+        excess = torch.stack(
+            [w * (factor[:, None, None] - 1) for w, factor in zip(weight.unbind(0), amplitudes, strict=True)]
+        )
         return mixed_angles(coords, freqs), 1 + excess.sum(0)[:, :, None]
 
 
@@ -131,11 +129,4 @@ def mixed_init_2d(turn: Tensor, head_dim: int, theta: float) -> Tensor:
     """
     direction = torch.stack([turn, turn + math.pi / 2])  # (2 groups, heads)
     frame = torch.stack([direction.sin(), direction.cos()], dim=-1)  # (groups, heads, (row, col))
-    return _spread(frame.transpose(0, 1), head_dim, theta)
-
-
-def _spread(frame: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Ladder of magnitudes along each vector of a frame ``(heads, groups, A)`` -> ``(A, heads, d/2)``."""
-    groups = frame.shape[1]
-    ladder = inverse_frequencies(head_dim // (2 * groups), theta, device=frame.device, dtype=frame.dtype)
-    return (frame[..., None] * ladder).movedim(2, 0).flatten(-2)
+    return directed_frequencies(frame.transpose(0, 1), head_dim // 2, theta)

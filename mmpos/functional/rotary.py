@@ -24,9 +24,12 @@ __all__ = [
     "LAYOUTS",
     "Rotation",
     "axial_angles",
+    "axial_frames",
+    "directed_frequencies",
     "inverse_frequencies",
     "mixed_angles",
     "pixel_frequencies",
+    "random_frames",
     "rotate",
     "rotate_",
     "rotate_plain",
@@ -58,7 +61,7 @@ def inverse_frequencies(
     if not base > 0:
         raise ValueError(f"base: expected a positive number, got {base}")
     exponents = torch.arange(count, device=device, dtype=dtype) / -count
-    return torch.pow(torch.tensor(base, device=device, dtype=dtype), exponents)
+    return torch.pow(torch.full((), base, device=device, dtype=dtype), exponents)
 
 
 def pixel_frequencies(
@@ -118,15 +121,56 @@ def mixed_angles(coords: Tensor, freqs: Tensor) -> Tensor:
     """
     if freqs.dim() == 3:
         freqs = freqs[None]
-    if freqs.shape[-3] != coords.shape[-1]:
+    if not torch.jit.is_tracing() and freqs.shape[-3] != coords.shape[-1]:
         raise ValueError(
             f"freqs: expected one row for each of the {coords.shape[-1]} coordinate axes, got {tuple(freqs.shape)}"
         )
     # summed axis by axis with elementwise products: exact under autocast, and no (B, N, A, heads, m) intermediate
-    angles = coords[:, None, :, :1] * freqs[:, 0, :, None]
-    for axis in range(1, coords.shape[-1]):
-        angles = angles + coords[:, None, :, axis : axis + 1] * freqs[:, axis, :, None]
+    terms = [
+        place[:, None, :, None] * freq[:, :, None]
+        for place, freq in zip(coords.unbind(-1), freqs.unbind(-3), strict=True)
+    ]
+    angles = terms[0]
+    for term in terms[1:]:
+        angles = angles + term
     return angles
+
+
+def random_frames(heads: int, axes: int, *, device: torch.device | None = None) -> Tensor:
+    """A random orthonormal frame of directions per head, as vectors over the coordinate axes.
+
+    With two axes it is the draw of RoPE-Mixed, one angle ``a`` per head in (x, y) and the direction at right angles to
+    it.
+
+    Shape:
+        Returns ``(heads, A directions, A)``, axis order (row, col).
+    """
+    if axes == 2:
+        turn = torch.rand(heads, device=device) * 2 * math.pi
+        direction = torch.stack([turn, turn + math.pi / 2], dim=1)  # (heads, directions)
+        return torch.stack([direction.sin(), direction.cos()], dim=-1)
+    # last axis first, as in the axial frame
+    return torch.linalg.qr(torch.randn(heads, axes, axes, device=device))[0].flip(-2)
+
+
+def axial_frames(heads: int, axes: int, *, device: torch.device | None = None) -> Tensor:
+    """The frame whose directions are the axes, last axis first: the start that equals RoPE-Axial.
+
+    Shape: ``(heads, A, A)``.
+    """
+    return torch.eye(axes, device=device).flip(-2).expand(heads, -1, -1)
+
+
+def directed_frequencies(frame: Tensor, pairs: int, theta: float) -> Tensor:
+    """A ladder of magnitudes along each direction of a frame; the last directions get less when ``pairs`` does not
+    divide.
+
+    Shape:
+        frame ``(heads, directions, A)``; returns ``(A, heads, pairs)``.
+    """
+    each = -(-pairs // frame.shape[1])
+    ladder = inverse_frequencies(each, theta, device=frame.device, dtype=frame.dtype)
+    return (frame[..., None] * ladder).movedim(2, 0).flatten(-2)[..., :pairs]
 
 
 # -- the shared currency ----------------------------------------------------------------------------------------------
@@ -267,7 +311,8 @@ def rotate_plain(x: Tensor, rotation: Rotation) -> Tensor:
     u, v = u * cos - v * sin, u * sin + v * cos
     out = torch.stack([u, v], dim=-1).flatten(-2) if rotation.layout == "interleaved" else torch.cat([u, v], dim=-1)
     out = out.to(x.dtype)
-    return out if rest.shape[-1] == 0 else torch.cat([out, rest], dim=-1)
+    # sizes are tensors while tracing: no decision may hang on them, and an empty rest does no harm
+    return torch.cat([out, rest], dim=-1) if torch.jit.is_tracing() or rest.shape[-1] else out
 
 
 def rotate_(x: Tensor, rotation: Rotation) -> Tensor:
@@ -304,13 +349,25 @@ def transform_blocks(x: Tensor, blocks: Tensor, num_prefix: int = 0) -> Tensor:
                 "expected "
                 "(B or 1, heads or 1, tokens - num_prefix, m, b, b) with m b <= channels"
             )
-    placed = x[..., num_prefix:, :channels].unflatten(-1, (count, size))
-    if size <= 4 or x.dtype not in (torch.float32, torch.float64):
-        out = (blocks.to(torch.promote_types(x.dtype, torch.float32)) * placed[..., None, :]).sum(-1)
+    dtype = x.dtype
+    blocks = blocks.to(torch.promote_types(dtype, torch.float32))
+    placed = x[..., num_prefix:, :channels].unflatten(-1, (count, size)).to(blocks.dtype)
+    if size <= 3:
+        out = (blocks * placed[..., None, :]).sum(-1)
     else:
+        # (heads, m, N) first; samples and heads that share a matrix are the rows of one product with it
+        matrices = blocks.transpose(-3, -4)
+        placed = placed.permute(1, 3, 2, 0, 4)
         with _no_autocast(x):
-            out = torch.matmul(blocks.to(x.dtype), placed[..., None])[..., 0]
-    out = out.flatten(-2).to(x.dtype)
+            if blocks.shape[0] != 1:
+                out = torch.matmul(matrices, placed.permute(3, 0, 1, 2, 4)[..., None])[..., 0].permute(0, 1, 3, 2, 4)
+            elif blocks.shape[1] != 1 or x.shape[1] == 1:
+                out = torch.matmul(placed, matrices[0].mT).permute(3, 0, 2, 1, 4)
+            else:
+                heads, batch = x.shape[1], x.shape[0]
+                rows = placed.permute(1, 2, 0, 3, 4).flatten(2, 3)
+                out = torch.matmul(rows, matrices[0, 0].mT).unflatten(2, (heads, batch)).permute(3, 2, 1, 0, 4)
+    out = out.flatten(-2).to(dtype)
     if channels < x.shape[-1]:
         out = torch.cat([out, x[..., num_prefix:, channels:]], dim=-1)
     return out if num_prefix == 0 else torch.cat([x[..., :num_prefix, :], out], dim=-2)
