@@ -8,14 +8,15 @@ for continuous places are the same rows.
 Conventions are those of ``torch.nn.functional.interpolate(align_corners=False)`` and, for continuous places,
 ``grid_sample(align_corners=False, padding_mode="border")``. Three facts that surprise: with ``antialias`` the cubic
 kernel is another one (a = -0.5 against -0.75), so the two differ even when enlarging; linear kernels agree when
-enlarging; and the antialiased kernel of torch itself returns the first row everywhere when the width is 1, which this
-form does not.
+enlarging; and the antialiased kernel of torch itself returns the first row everywhere when the height changes and
+the new width is 1, which this form does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -152,6 +153,11 @@ def same_sizes(left: Sequence[int], right: Sequence[int]) -> bool:
     return tuple(left) == tuple(right)
 
 
+def _full_precision(device: torch.device) -> AbstractContextManager[Any]:
+    # meta tensors compute nothing, and autocast does not know their device
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def resample_grid(
     values: Tensor,
     new_size: Sequence[int],
@@ -194,7 +200,7 @@ def resample_grid(
         return values
     dtype = values.dtype if values.dtype == torch.float64 else torch.float32
     out = values.to(dtype)
-    with torch.autocast(values.device.type, enabled=False):
+    with _full_precision(values.device):
         for axis, (size, whole) in enumerate(zip(new_size, full, strict=True)):
             matrix = interpolation_matrix(
                 grid[axis], whole, mode, antialias, offset=offset, device=values.device, dtype=dtype
@@ -309,7 +315,7 @@ def read_table(
         extent = extent.amax(-1, keepdim=True).expand_as(extent)
     weights = _token_weights(coords, extent, grid, mode, antialias)
     dtype = torch.promote_types(values.dtype, torch.float32)
-    with torch.autocast(values.device.type, enabled=False):
+    with _full_precision(values.device):
         return torch.matmul(weights.to(dtype), values.to(dtype).flatten(0, -2)).to(values.dtype)
 
 

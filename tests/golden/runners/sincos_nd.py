@@ -116,6 +116,9 @@ def _pypi(case: Case) -> dict[str, Tensor]:
 def _fourier(case: Case) -> dict[str, Tensor]:
     known = {"feat_shape", "num_bands", "grid_indexing", *BAND_OPTIONS, *GRID_OPTIONS}
     common = _common(case, known)
+    strange = [output for output in case.outputs() if not output.endswith(("_sin", "_cos"))]
+    if strange:
+        raise Unknown(f"out.{strange[0]}")
     outputs = {}
     for name in sorted({output.rpartition("_")[0] for output in case.outputs()}):
         options = _settings(name, _own(case, name), common, known)
