@@ -118,9 +118,11 @@ def plain_attention(
     logits = torch.matmul(q * scale, k.transpose(-2, -1))
     if bias is not None:
         logits = logits.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else logits + bias
-    weights = logits.softmax(dim=-1)
-    if bias is not None:
-        weights = weights.masked_fill((logits == float("-inf")).all(-1, keepdim=True), 0.0)
+    if bias is None:
+        weights = logits.softmax(dim=-1)
+    else:
+        empty = (logits == float("-inf")).all(-1, keepdim=True)
+        weights = logits.masked_fill(empty, 0.0).softmax(dim=-1).masked_fill(empty, 0.0)
     return torch.matmul(F.dropout(weights, dropout_p), v)
 
 

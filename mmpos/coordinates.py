@@ -93,9 +93,9 @@ def rescaled(
 def scale_to_train(positions: Positions, train_grid: tuple[int, ...]) -> Tensor:
     """Field size over training size, ``n / n_train``. Shape: ``(B or 1, A)``."""
     sizes = positions.sizes("comparing with the training grid")
-    if len(train_grid) != positions.axes:
+    if not torch.jit.is_tracing() and len(train_grid) != positions.axes:
         raise ValueError(f"train_grid: expected {positions.axes} sizes, got {tuple(train_grid)}")
-    return sizes / torch.tensor(train_grid, device=sizes.device, dtype=sizes.dtype)
+    return torch.stack([size / trained for size, trained in zip(sizes.unbind(-1), train_grid, strict=True)], dim=-1)
 
 
 def _denominator(positions: Positions, denominator: str) -> Tensor:

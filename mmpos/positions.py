@@ -238,7 +238,7 @@ class Positions:
         if keep.dim() != 2 or keep.is_floating_point():
             raise ValueError(f"keep: expected integer indices (K,) or (B, K), got {keep.dtype} {tuple(keep.shape)}")
         batch = max(keep.shape[0], self.coords.shape[0], 1 if self.mask is None else self.mask.shape[0])
-        if keep.shape[0] not in (1, batch):
+        if keep.shape[0] not in (1, batch) or self.coords.shape[0] not in (1, batch):
             raise ValueError(f"keep: expected batch 1 or {batch}, got {tuple(keep.shape)}")
         keep = keep.long()
         coords = self.coords.expand(max(keep.shape[0], self.coords.shape[0]), -1, -1)

@@ -226,7 +226,7 @@ class PositionEncoding(nn.Module):
 
     def check_axes(self, positions: Positions) -> None:
         """Raise unless the positions have the axes the encoding was built for."""
-        if positions.axes != self.axes:
+        if not torch.jit.is_tracing() and positions.axes != self.axes:
             raise ValueError(
                 f"positions: {self.name} was built for {self.axes} axes, got coordinates with {positions.axes}"
             )

@@ -96,7 +96,9 @@ class RopeAxial(RotaryEncoding):
         ladder = self.frequencies(coords.device, coords.dtype)
         if self.resolution in ("index", "rescaled"):
             return axial_angles(coords, ladder.expand(self.axes, -1), self.axis_order, self.allocation), None
-        per_axis = [self.scaled(ladder, positions, axis, 2 * len(ladder), self.theta) for axis in range(self.axes)]
+        per_axis = [
+            self.scaled(ladder, positions, axis, self.head_dim // self.axes, self.theta) for axis in range(self.axes)
+        ]
         freqs = torch.stack([freqs for freqs, _ in per_axis], dim=1)
         angles = axial_angles(coords, freqs, self.axis_order, self.allocation)
         if per_axis[0][1] is None:
@@ -104,4 +106,6 @@ class RopeAxial(RotaryEncoding):
         # the amplitude of an axis multiplies the pairs of that axis: deal it out exactly as the angles are dealt out
         factors = torch.stack([amplitude for _, amplitude in per_axis if amplitude is not None], dim=1)[..., None]
         ones = torch.ones_like(coords[:, :1])
-        return angles, axial_angles(ones, factors.expand(-1, -1, len(ladder)), self.axis_order, self.allocation)
+        return angles, axial_angles(
+            ones, factors.expand(-1, -1, self.head_dim // (2 * self.axes)), self.axis_order, self.allocation
+        )

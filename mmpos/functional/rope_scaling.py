@@ -129,7 +129,7 @@ def scale_frequencies(
         return by_parts, one
     # UltraFlux: NTK-by-parts at exponents snapped to whole turns of the training window, and only beyond that window
     snapped = snapped_exponents(exponent, base, train_length)
-    moved = torch.pow(torch.tensor(base, dtype=dtype, device=freqs.device), -snapped) * freqs.sign()
+    moved = torch.pow(torch.full((), base, dtype=dtype, device=freqs.device), -snapped) * freqs.sign()
     by_parts = _ntk_by_parts(moved, snapped, exponent, scaling, dim, base, train_length, s)
     beyond = raw > 1
     return torch.where(beyond, by_parts, freqs), torch.where(beyond, 0.1 * s.log() + 1, one)
@@ -171,7 +171,7 @@ def integer_wavelengths(freqs: Tensor) -> Tensor:
 
 def snapped_exponents(exponent: Tensor, base: float, train_length: float) -> Tensor:
     """Exponents moved to a whole number of turns over the training window, where there was at least one turn."""
-    turns = train_length * torch.pow(torch.tensor(base, dtype=exponent.dtype, device=exponent.device), -exponent)
+    turns = train_length * torch.pow(torch.full((), base, dtype=exponent.dtype, device=exponent.device), -exponent)
     turns = turns / (2 * math.pi)
     whole = turns.round().clamp_min(1.0)
     target = -((2 * math.pi * whole / train_length).log() / math.log(base))
