@@ -3,6 +3,7 @@
 from mmpos.checkpoints.ape import axis_tables, learned_table
 from mmpos.checkpoints.comrope import comrope_layer, comrope_layers
 from mmpos.checkpoints.dinov3 import dinov3_options
+from mmpos.checkpoints.fourier import fourier_layers
 from mmpos.checkpoints.hiera import abs_win_tables
 from mmpos.checkpoints.irpe import irpe_tables
 from mmpos.checkpoints.liere import liere_layers
@@ -31,6 +32,7 @@ __all__ = [
     "cvt_attention",
     "decomposed_tables",
     "dinov3_options",
+    "fourier_layers",
     "irpe_tables",
     "learned_table",
     "lepe_weights",

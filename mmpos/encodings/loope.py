@@ -52,10 +52,10 @@ class Loope(PositionEncoding):
         channels: channels of the image.
         widths: channels between the five convolutions.
         kernel: side of all kernels but the first, odd.
-        act: activation after each convolution, one of ``relu``, ``gelu``, ``silu``, ``tanh``. Not stated in the paper; the
-            last map has one channel, where a ReLU can die for good.
-        coord_scale: factor on the two planes of pixel indices, 1 for the raw numbers of the text. The default brings them to
-            the range of the colours at 224 pixels; raw, they saturate the tanh of an untrained model.
+        act: activation after each convolution, one of ``relu``, ``gelu``, ``silu``, ``tanh``. Not stated in the paper;
+            the last map has one channel, where a ReLU can die for good.
+        coord_scale: factor on the two planes of pixel indices, 1 for the raw numbers of the text. The default brings
+            them to the range of the colours at 224 pixels; raw, they saturate the tanh of an untrained model.
         position_scale: factor on the position before the sinusoid.
         common: arguments of :class:`~mmpos.encodings.base.PositionEncoding`.
 

@@ -34,7 +34,7 @@ NAMES = list_encodings()
 PREFIXES = (0, 1, 5)
 # rows, columns: not square, odd, one row, and larger than the training grid
 GRIDS = ((3, 5), (4, 3), (1, 4))
-TRAIN = (4, 3, 2, 2)
+TRAIN = (4, 3, 2, 2, 2)
 
 every = pytest.mark.parametrize("name", NAMES)
 
@@ -304,10 +304,10 @@ def test_axes_range(name: str) -> None:
     low, high = facts(name).axes
     for axes in (low, high):
         stack = build(name, axes=axes, train_grid=TRAIN[:axes])
-        positions = Positions.grid(*(3, 2, 2, 1)[:axes])
+        positions = Positions.grid(*(3, 2, 2, 1, 1)[:axes])
         model = TinyTransformer(stack)
         assert torch.isfinite(model(model.tokens(positions), positions)).all()
-        wrong = Positions.grid(*(3, 2, 2, 1, 2)[: axes + 1])
+        wrong = Positions.grid(*(3, 2, 2, 1, 1, 2)[: axes + 1])
         if name != "none":
             with pytest.raises(ValueError, match="ax[ie]s"):
                 model(model.tokens(wrong), wrong)
