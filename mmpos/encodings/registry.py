@@ -9,6 +9,7 @@ import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from mmpos.encodings.base import PositionEncoding, overrides
@@ -177,7 +178,7 @@ class EncodingStack(nn.Module):
         Shape:
             x ``(B, P + N, D)`` in and out, image ``(B, channels, height, width)``.
         """
-        positions.check_tokens(x)
+        self._check(x, positions)
         for encoding in self.shared.values():
             extra = {"image": image} if encoding.facts.needs_image else {}  # type: ignore[union-attr]
             x = encoding.add_to_tokens(x, positions, **extra)  # type: ignore[operator]
@@ -185,10 +186,18 @@ class EncodingStack(nn.Module):
 
     def mix_tokens(self, layer: int, x: Tensor, positions: Positions) -> Tensor:
         """Hook between blocks, after block ``layer``. Shape: ``(B, P + N, D)`` in and out."""
-        positions.check_tokens(x)
+        self._check(x, positions)
         for encoding in self.encodings_of(layer):
             x = encoding.mix_tokens(x, positions, layer)
         return x
+
+    def _check(self, x: Tensor, positions: Positions) -> None:
+        positions.check_tokens(x)
+        dim = self.encodings_of(0)[0].dim
+        if not torch.jit.is_tracing() and x.shape[-1] != dim:
+            raise ValueError(
+                f"x: expected {dim} channels, the dim {self.title} was built for, got {x.shape[-1]} in {tuple(x.shape)}"
+            )
 
     def set_resolution(self, rule: str) -> None:
         """Set the resolution rule of every encoding that knows it; raises when none does."""
