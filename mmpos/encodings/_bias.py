@@ -5,12 +5,16 @@ Coordinates under the two rules by offset, and an index from pairs to a table of
 
 from __future__ import annotations
 
+import math
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmpos.coordinates import rescaled
 from mmpos.encodings.base import PositionEncoding
 from mmpos.functional.bias import offset_index, pair_offsets
-from mmpos.functional.buckets import compact
+from mmpos.functional.buckets import smallest_integer
 from mmpos.positions import Positions
 
 __all__ = ["BY_OFFSET", "offset_coordinates", "raster_coordinates", "table_index"]
@@ -36,19 +40,19 @@ def raster_coordinates(positions: Positions, needed_by: str, remedy: str) -> Ten
 
 
 def table_index(coords: Tensor, sizes: tuple[int, ...], num_prefix: int, *, clamp: bool = False) -> Tensor:
-    """Row of a flat table over offsets for every pair of tokens; rows after the last are those of prefix tokens.
+    """Row of a flat table over offsets for every pair of tokens, behind the three rows of prefix tokens if there are
+    any.
 
-    With ``R`` rows of offsets, row ``R`` serves prefix -> placed, ``R + 1`` placed -> prefix, ``R + 2`` prefix ->
-    prefix.
+    Row 0 serves prefix -> placed, 1 placed -> prefix, 2 prefix -> prefix, offsets follow from row 3.
 
     Shape:
         coords ``(B or 1, N, A)``; returns ``(B or 1, P + N, P + N)`` in a small integer type.
     """
-    rows = 1
-    for size in sizes:
-        rows = rows * (2 * size - 1)
-    index = compact(offset_index(pair_offsets(coords), sizes, clamp=clamp), rows + 2, num_prefix)
+    index = offset_index(pair_offsets(coords), sizes, clamp=clamp)
     if num_prefix:
-        index[:, :num_prefix, num_prefix:] = rows
-        index[:, num_prefix:, :num_prefix] = rows + 1
-    return index
+        index = F.pad(index + 3, (num_prefix, 0, num_prefix, 0), value=2)
+        index[:, :num_prefix, num_prefix:] = 0
+        index[:, num_prefix:, :num_prefix] = 1
+    if torch.compiler.is_compiling():
+        return index  # the number of rows may be symbolic
+    return index.to(smallest_integer(3 + math.prod(2 * size - 1 for size in sizes)))

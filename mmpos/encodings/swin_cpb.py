@@ -108,6 +108,16 @@ class SwinCpb(PositionEncoding):
         out = self.fc2(F.dropout(F.relu(self.fc1(coords)), self.dropout, self.training))
         return 16 * torch.sigmoid(out) if self.mode == "swin" else out
 
+    def _values_of_pairs(self, coords: Tensor) -> Tensor:
+        """Values of free points; what occurs several times along each axis is computed once."""
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or coords.requires_grad:
+            return self.network(coords)
+        ticks, places = zip(*(c.unique(return_inverse=True) for c in coords.unbind(-1)), strict=True)
+        if math.prod(len(tick) for tick in ticks) >= coords[..., 0].numel():
+            return self.network(coords)
+        values = self.network(torch.stack(torch.meshgrid(*ticks, indexing="ij"), -1))
+        return values[places]
+
     def prepare_shared(self, positions: Positions) -> OffsetIndex | None:
         """Which offset of the raster serves each pair, the same for every layer.
 
@@ -116,9 +126,8 @@ class SwinCpb(PositionEncoding):
         self.check_axes(positions)
         if positions.grid_size is None or positions.moved:
             return None
-        return OffsetIndex(
-            table_index(positions.coords, positions.grid_size, positions.num_prefix), positions.grid_size
-        )
+        prefix = positions.num_prefix
+        return OffsetIndex(table_index(positions.coords, positions.grid_size, prefix), positions.grid_size, prefix)
 
     def prepare(self, positions: Positions, shared: OffsetIndex | None = None) -> tuple[OffsetIndex | None, Tensor]:
         """On a raster the index and a value per offset ``(heads, rows)``, else the whole bias ``(B or 1, heads,
@@ -127,11 +136,11 @@ class SwinCpb(PositionEncoding):
         shared = self.prepare_shared(positions) if shared is None else shared
         if shared is None:
             coords = self.coordinates(pair_offsets(positions.coords), positions)
-            return None, pad_prefix(self.network(coords).movedim(-1, 1), positions.num_prefix)
+            return None, pad_prefix(self._values_of_pairs(coords).movedim(-1, 1), positions.num_prefix)
         grid = offset_grid(shared.sizes, device=positions.coords.device, dtype=positions.coords.dtype)
         # the sigmoid comes before the gather: an offset serves many pairs
         values = self.network(self.coordinates(grid, positions)).flatten(0, -2).T
-        return shared, F.pad(values, (0, 3)) if positions.num_prefix else values
+        return shared, F.pad(values, (3, 0)) if positions.num_prefix else values
 
     def transform_qkv(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: Any, x: Tensor | None = None

@@ -27,10 +27,13 @@ RULES = ("bicubic", "bicubic_antialias", "geometric", "offset")
 
 @dataclass(frozen=True, eq=False)
 class OffsetIndex:
-    """Row of each pair of tokens ``(B or 1, L, L)``, and the raster whose offsets the rows cover."""
+    """Row of each pair of tokens ``(B or 1, L, L)``, the raster whose offsets the rows cover, and the number of
+    prefix tokens.
+    """
 
     index: Tensor
     sizes: tuple[int, ...]
+    num_prefix: int
 
 
 @register("swin_rpb")
@@ -97,15 +100,17 @@ class SwinRpb(PositionEncoding):
                 "create_encoding(..., num_prefix=...)"
             )
         assert self.train_grid is not None
-        if self.resolution == "offset":
-            return OffsetIndex(
-                table_index(positions.coords, self.train_grid, positions.num_prefix, clamp=True), self.train_grid
+        keep = self.resolution == "offset"
+        if keep:
+            coords, sizes = positions.coords, self.train_grid
+        else:
+            coords = raster_coordinates(
+                positions, f"resolution={self.resolution!r} of {self.name}", "use resolution='offset'"
             )
-        coords = raster_coordinates(
-            positions, f"resolution={self.resolution!r} of {self.name}", "use resolution='offset'"
-        )
-        assert positions.grid_size is not None
-        return OffsetIndex(table_index(coords, positions.grid_size, positions.num_prefix), positions.grid_size)
+            assert positions.grid_size is not None
+            sizes = positions.grid_size
+        prefix = positions.num_prefix
+        return OffsetIndex(table_index(coords, sizes, prefix, clamp=keep), sizes, prefix)
 
     def prepare(self, positions: Positions, shared: OffsetIndex | None = None) -> tuple[OffsetIndex, Tensor]:
         """The index and the table of this layer for the grid, flat: ``(heads, rows)``."""
@@ -115,8 +120,8 @@ class SwinRpb(PositionEncoding):
         if not same_sizes(shared.sizes, self.train_grid):
             table = resize_offset_table(table, shared.sizes, self.resolution)
         table = table.flatten(1)
-        if self.prefix_table is not None:
-            table = torch.cat([table, self.prefix_table], 1)
+        if self.prefix_table is not None and shared.num_prefix:
+            table = torch.cat([self.prefix_table, table], 1)
         return shared, table
 
     def logit_bias(self, q: Tensor, k: Tensor, prepared: tuple[OffsetIndex, Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ __all__ = [
     "piecewise_index",
     "reverse_index",
     "row_mass",
+    "smallest_integer",
 ]
 
 BUCKET_METHODS = ("euclidean", "quantization", "cross", "product")
@@ -120,14 +121,18 @@ def sum_of(terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def smallest_integer(count: int) -> torch.dtype:
+    """The smallest integer type that holds ``0 .. count - 1``."""
+    return torch.uint8 if count <= 2**8 else torch.int16 if count <= 2**15 else torch.int32
+
+
 def compact(index: Tensor, rows: int, num_prefix: int) -> Tensor:
     """An index in the smallest integer type, with row ``rows`` for every pair that involves a prefix token.
 
     Shape:
         index ``(B or 1, N, N)``; returns ``(B or 1, P + N, P + N)``.
     """
-    dtype = torch.uint8 if rows < 256 else torch.int16 if rows < 2**15 else torch.int32
-    return F.pad(index.to(dtype), (num_prefix, 0, num_prefix, 0), value=rows)
+    return F.pad(index.to(smallest_integer(rows + 1)), (num_prefix, 0, num_prefix, 0), value=rows)
 
 
 def reverse_index(index: Tensor, method: str, rows: int) -> Tensor:

@@ -32,7 +32,11 @@ def run(case: Case) -> dict[str, Tensor]:
     encoding.load_state_dict(swin_bias_table(case.param("relative_position_bias_table"), window))
     state = stack.prepare(Positions.grid(*window, num_prefix=prefix))[0]
     q = torch.zeros(1, heads, 1, 1)
-    return {"bias": encoding.logit_bias(q, q, state.prepared[0]), "index": state.prepared[0][0].index[0]}
+    index = state.prepared[0][0].index[0].long()
+    if prefix:  # rows of prefix tokens come first here and last there
+        offsets = encoding.table[0].numel()
+        index = torch.where(index < 3, index + offsets, index - 3)
+    return {"bias": encoding.logit_bias(q, q, state.prepared[0]), "index": index}
 
 
 def _resize(case: Case) -> dict[str, Tensor]:
