@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpos.encodings import EncodingStack, create_encoding
+from mmpos.encodings import EncodingStack, create_encoding, encoding_options
 
-__all__ = ["MODES", "STACK", "Attachment", "adopt_table", "build_stack", "record_of", "require", "with_prefix_rows"]
+__all__ = ["MODES", "STACK", "Attachment", "adopt_table", "build_stack", "record_of", "require", "with_model_facts"]
 
 logger = logging.getLogger("mmpos")
 
@@ -161,14 +161,17 @@ def _check_stack(stack: EncodingStack, *, depth: int, **expected: int) -> None:
                 )
 
 
-def with_prefix_rows(encoding: Any, rows: bool) -> Any:
-    """The requested encodings with ``learned`` told whether the model's table has rows for prefix tokens."""
+def with_model_facts(encoding: Any, facts: Mapping[str, Any]) -> Any:
+    """The requested encodings with what the model knows (patch size, channels) where they ask and nothing was given."""
     if isinstance(encoding, EncodingStack):
         return encoding
     pair = isinstance(encoding, tuple) and len(encoding) == 2 and isinstance(encoding[1], Mapping)
     single = isinstance(encoding, str) or pair
-    specs = [(entry, {}) if isinstance(entry, str) else entry for entry in ([encoding] if single else encoding)]
-    specs = [(name, {"embed_prefix": rows, **given} if name == "learned" else given) for name, given in specs]
+    specs = []
+    for entry in [encoding] if single else encoding:
+        name, given = (entry, {}) if isinstance(entry, str) else entry
+        known = encoding_options(name)
+        specs.append((name, {**{key: value for key, value in facts.items() if key in known}, **given}))
     return specs[0] if single else specs
 
 

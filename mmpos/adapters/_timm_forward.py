@@ -128,7 +128,7 @@ def _encode(
     patches, grid = _patches(vit, x)
     positions = positions_of(grid, vit.num_prefix_tokens, positions, patches.device)
     tokens = _add_prefix_and_table(vit, patches, grid, positions)
-    tokens = vit.pos_drop(stack.add_to_tokens(tokens, positions))
+    tokens = vit.pos_drop(stack.add_to_tokens(tokens, positions, image=x))
     tokens, positions = _drop_patches(vit, tokens, positions)
     tokens = vit.norm_pre(tokens)
     ropes = _own_rope_tables(vit, grid, positions)
@@ -229,7 +229,7 @@ def _add_prefix_and_table(vit: Any, patches: Tensor, grid: tuple[int, int], posi
 def _drop_patches(vit: Any, tokens: Tensor, positions: Positions) -> tuple[Tensor, Positions]:
     """Patch dropout that tells which patches stayed; draws as timm does, so a seed gives the same choice."""
     probability = getattr(vit.patch_drop, "prob", 0.0)
-    if not vit.training or probability == 0.0:
+    if probability == 0.0 or not vit.patch_drop.training:
         return tokens, positions
     prefix = positions.num_prefix
     batch, placed = tokens.shape[0], tokens.shape[1] - prefix

@@ -22,7 +22,7 @@ from mmpos.adapters._attachment import (
     check_free,
     record_of,
     require,
-    with_prefix_rows,
+    with_model_facts,
 )
 from mmpos.adapters._timm_attention import AttentionInput
 from mmpos.adapters._timm_forward import check_image, positions_of
@@ -66,7 +66,7 @@ def attach(
     grid = (int(tower.grid_size[0]), int(tower.grid_size[1]))
     attention = tower.transformer.resblocks[0].attn
     stack = build_stack(
-        with_prefix_rows(encoding, True) if pos_embed == "adopt" else encoding,
+        with_model_facts(encoding, {"patch_size": tuple(tower.patch_size)}),
         dim=tower.transformer.width,
         num_heads=attention.num_heads,
         head_dim=attention.head_dim,
@@ -243,7 +243,7 @@ def _encode(
     if positions.kept is not None:
         chosen = positions.kept.expand(patches.shape[0], -1)[..., None]
         patches = patches.gather(1, chosen.expand(-1, -1, patches.shape[-1]))
-    tokens = stack.add_to_tokens(torch.cat([prefix, patches], dim=1), positions)
+    tokens = stack.add_to_tokens(torch.cat([prefix, patches], dim=1), positions, image=x)
     tokens, positions = _drop_patches(tower, tokens, positions)
     tokens = tower.ln_pre(tokens)
     outputs = []
@@ -271,7 +271,7 @@ def _run_block(tower: Any, block: Any, tokens: Tensor, inputs: AttentionInput) -
 def _drop_patches(tower: Any, tokens: Tensor, positions: Positions) -> tuple[Tensor, Positions]:
     """Patch dropout that tells which patches stayed; draws as open_clip does."""
     probability = getattr(tower.patch_dropout, "prob", 0.0)
-    if not tower.training or probability == 0.0:
+    if probability == 0.0 or not tower.patch_dropout.training:
         return tokens, positions
     batch, placed = tokens.shape[0], tokens.shape[1] - _PREFIX
     count = max(1, int(placed * (1 - probability)))

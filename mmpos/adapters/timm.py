@@ -21,7 +21,7 @@ from mmpos.adapters._attachment import (
     check_free,
     record_of,
     require,
-    with_prefix_rows,
+    with_model_facts,
 )
 from mmpos.adapters._timm_attention import attention_forward, attention_modules
 from mmpos.encodings import EncodingStack
@@ -62,8 +62,11 @@ def attach(
     attentions = _attentions(vit)
     grid = tuple(int(size) for size in vit.patch_embed.grid_size)
     own = {name: getattr(vit, name) for name in ("pos_embed", "rope") if hasattr(vit, name)}
+    facts = {"patch_size": tuple(vit.patch_embed.patch_size), "channels": vit.in_chans}
+    if pos_embed == "adopt":
+        facts["embed_prefix"] = not vit.no_embed_class
     stack = build_stack(
-        with_prefix_rows(encoding, not vit.no_embed_class) if pos_embed == "adopt" else encoding,
+        with_model_facts(encoding, facts),
         dim=vit.embed_dim,
         num_heads=attentions[0].num_heads,
         head_dim=attentions[0].head_dim,
