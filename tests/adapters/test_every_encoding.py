@@ -1,8 +1,5 @@
 """What must hold for every registered encoding on a timm ViT: it acts, only it acts, all ways of running agree."""
 
-It acts, only it acts, and every way of running agrees.
-"""
-
 from __future__ import annotations
 
 import copy
