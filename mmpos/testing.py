@@ -110,9 +110,19 @@ def image_for(stack: EncodingStack, positions: Positions, batch: int, *, seed: i
 
 @torch.no_grad()
 def randomise(stack: EncodingStack, scale: float = 0.3, seed: int = 0) -> EncodingStack:
-    """Move every parameter away from its initial value, as training would; tables that start at zero become visible."""
+    """Move every parameter away from its initial value, as training would; tables that start at zero become visible.
+
+    Weights of dense layers and convolutions move by ``scale`` over the square root of their inputs, which keeps the
+    size of what they compute; a deep encoder would amplify rounding without bound otherwise.
+    """
+    inputs = {
+        id(module.weight): module.weight[0].numel()
+        for module in stack.modules()
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    }
     for index, parameter in enumerate(stack.parameters()):
-        parameter.add_(seeded(*parameter.shape, seed=seed + index, dtype=parameter.dtype), alpha=scale)
+        move = scale / inputs.get(id(parameter), 1) ** 0.5
+        parameter.add_(seeded(*parameter.shape, seed=seed + index, dtype=parameter.dtype), alpha=move)
     return stack
 
 

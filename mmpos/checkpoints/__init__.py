@@ -10,6 +10,7 @@ from mmpos.checkpoints.liere import liere_layers
 from mmpos.checkpoints.loope import loope_layers
 from mmpos.checkpoints.pape import pape_layer, pape_layers, pape_ri_layer
 from mmpos.checkpoints.rope_vit import rope_mixed_freqs
+from mmpos.checkpoints.seqpe import seqpe_encoder
 from mmpos.checkpoints.string import string_cayley_layer, string_circulant_layer
 from mmpos.checkpoints.swin import (
     cpe_weights,
@@ -42,6 +43,7 @@ __all__ = [
     "pape_layers",
     "pape_ri_layer",
     "rope_mixed_freqs",
+    "seqpe_encoder",
     "string_cayley_layer",
     "string_circulant_layer",
     "swin_bias_table",
