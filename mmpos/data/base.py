@@ -1,8 +1,12 @@
-"""What every data set offers: loaders in a reproducible order, test images at any size, and the facts a report states."""
+"""What every data set offers.
+
+Loaders in a reproducible order, test images at any size, and the facts a report states.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +34,8 @@ class ImageData(LightningDataModule):
         image_size: height and width of the training images.
         seed: seed of the order and of the augmentation.
 
-    Sub-classes set ``num_classes``, ``in_chans``, ``class_names``, ``mean`` and ``std`` (of pixels on [0, 1]) when they are built.
+    Sub-classes set ``num_classes``, ``in_chans``, ``class_names``, ``mean`` and ``std`` (of pixels on [0, 1]) when
+    they are built.
     """
 
     name: str = ""
@@ -46,14 +51,31 @@ class ImageData(LightningDataModule):
         self.eval_batch_size = eval_batch_size
         self.image_size = image_size
         self.seed = seed
+        self._whole = False
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Loaders made inside deal everything to this process: one process evaluates after many have trained."""
+        before, self._whole = self._whole, True
+        try:
+            yield
+        finally:
+            self._whole = before
 
     def facts(self) -> dict[str, Any]:
         """What a report says about the data: name, splits, classes, sizes."""
-        return {"name": self.name, "classes": self.num_classes, "channels": self.in_chans, "training size": f"{self.image_size} px"}
+        return {
+            "name": self.name,
+            "classes": self.num_classes,
+            "channels": self.in_chans,
+            "training size": f"{self.image_size} px",
+        }
 
     def order(self, count: int, *, train: bool) -> BatchOrder:
         """Order of a split for this process: the rank comes from the trainer, else from torch.distributed."""
-        if self.trainer is not None:
+        if self._whole:
+            rank, world = 0, 1
+        elif self.trainer is not None:
             rank, world = self.trainer.global_rank, self.trainer.world_size
         elif dist.is_available() and dist.is_initialized():
             rank, world = dist.get_rank(), dist.get_world_size()
@@ -61,7 +83,7 @@ class ImageData(LightningDataModule):
             rank, world = 0, 1
         batch = self.batch_size if train else self.eval_batch_size
         # overfitting on the first batches means the same batches in every epoch
-        shuffle = train and not (self.trainer is not None and self.trainer.overfit_batches)
+        shuffle = train and not getattr(self.trainer, "overfit_batches", 0)
         return BatchOrder(count, batch, seed=self.seed, shuffle=shuffle, drop_last=train, rank=rank, world_size=world)
 
     def test_loader(self, size: int) -> tuple[BatchLoader, str]:
@@ -79,7 +101,7 @@ class ImageData(LightningDataModule):
 
 
 class TensorData(ImageData):
-    """A small data set that lives in memory as uint8 tensors; batches are made in the training process, without workers.
+    """A small data set that lives in memory as uint8 tensors; batches are made in this process, without workers.
 
     Args:
         train: training images ``(N, C, H, W)`` and labels ``(N,)``, at the stored size.
@@ -106,12 +128,16 @@ class TensorData(ImageData):
         self.in_chans = int(test[0].shape[1])
         if pixel_origin(self.stored_size, self.image_size) != pixel_origin(1, 1):
             raise ValueError(
-                f"image_size: {self.name} is stored at {self.stored_size} px, training at {self.image_size} px would enlarge every image; "
+                f"image_size: {self.name} is stored at {self.stored_size} px, training at {self.image_size} px "
+                f"would enlarge every image; "
                 f"choose {self.stored_size} or less"
             )
         images, labels = train
         if self.image_size != self.stored_size:  # once, so that no epoch pays for it
-            parts = [resize(part.float(), self.image_size).round().clamp(0, 255).to(torch.uint8) for part in images.split(256)]
+            parts = [
+                resize(part.float(), self.image_size).round().clamp(0, 255).to(torch.uint8)
+                for part in images.split(256)
+            ]
             images = torch.cat(parts) if parts else images
         self._train = (images, labels)
 
@@ -148,7 +174,10 @@ class TensorData(ImageData):
 
 
 def hold_out(labels: Tensor, fraction: float, seed: int) -> Tensor:
-    """A seeded sample of ``fraction`` of each class. Shape: labels ``(N,)``; returns a boolean mask ``(N,)``, ``True`` = held out."""
+    """A seeded sample of ``fraction`` of each class.
+
+    Shape: labels ``(N,)``; returns a boolean mask ``(N,)``, ``True`` = held out.
+    """
     if not 0 <= fraction < 1:
         raise ValueError(f"val_fraction: expected 0 <= fraction < 1, got {fraction}")
     generator = torch.Generator().manual_seed(seed)

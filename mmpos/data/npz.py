@@ -1,8 +1,10 @@
 """Images in one ``.npz`` file that the user names. Card of the two layouts: ``datasets/npz``.
 
-*Files*: ``jpeg`` (or ``png``) holds the encoded images back to back as uint8, ``offsets`` where each begins and the last ends.
-*Arrays*: ``images`` holds uint8 pixels ``(N, H, W)`` or ``(N, H, W, C)``. Both come with ``label``, and optionally ``split``
-(0 train, 1 test, 2 validation) and ``classes`` (names).
+*Files*: ``jpeg`` (or ``png``) holds the encoded images back to back as uint8, ``offsets`` where each begins and the
+last ends.
+
+*Arrays*: ``images`` holds uint8 pixels ``(N, H, W)`` or ``(N, H, W, C)``. Both come with ``label``, and
+optionally ``split`` (0 train, 1 test, 2 validation) and ``classes`` (names).
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ class NpzData(TensorData):
         batch_size: images of one process in one training batch.
         eval_batch_size: images in one validation or test batch.
         image_size: height and width of the training images; ``None`` is half the stored size.
-        val_fraction: part of the training images of each class kept for validation where the file has no validation split; 0
-            validates on the test images.
+        val_fraction: part of the training images of each class kept for validation where the file has no validation
+            split; 0 validates on the test images.
         augment: ``True`` random crop, flip and brightness, ``False`` none, or a mapping of
             :class:`~mmpos.data.images.BatchAugment` options to change.
         seed: seed of the order and of the augmentation; the splits do not depend on it.
@@ -77,16 +79,24 @@ class NpzData(TensorData):
 def find_npz(root: str | Path | None) -> Path:
     """The one ``.npz`` file a user means; raises with where it looked."""
     if root is None:
-        raise ValueError("root: data npz needs the file or its folder; give data.root=<file.npz>. The layout is in datasets/npz/README.md")
+        raise ValueError(
+            "root: data npz needs the file or its folder; give data.root=<file.npz>. The layout is in "
+            "datasets/npz/README.md"
+        )
     path = Path(root).expanduser().absolute()
     if path.is_file():
         return path
     found = sorted(path.glob("*.npz")) if path.is_dir() else []
     if len(found) == 1:
         return found[0]
-    what = f"it holds {len(found)} .npz files ({', '.join(f.name for f in found[:4])})" if path.is_dir() else "it is not there"
+    what = (
+        f"it holds {len(found)} .npz files ({', '.join(f.name for f in found[:4])})"
+        if path.is_dir()
+        else "it is not there"
+    )
     raise FileNotFoundError(
-        f"root: data npz looked for {path} and {what}; give data.root=<file.npz>, or the folder of exactly one. The layout, and how to get "
+        f"root: data npz looked for {path} and {what}; give data.root=<file.npz>, or the folder of exactly one. The "
+        f"layout, and how to get "
         "or make such a file, is in datasets/npz/README.md"
     )
 
@@ -98,13 +108,18 @@ def read_npz(path: Path) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
     encoded = next((key for key in ("jpeg", "png") if key in arrays), None)
     if "label" not in arrays or not (encoded and "offsets" in arrays or "images" in arrays):
         raise ValueError(
-            f"root: {path} holds {sorted(arrays)}; expected label with either images, or jpeg (or png) and offsets. See datasets/npz/README.md"
+            f"root: {path} holds {sorted(arrays)}; expected label with either images, or jpeg (or png) and offsets. "
+            f"See datasets/npz/README.md"
         )
     pixels = _decode(arrays[encoded], arrays["offsets"]) if encoded else arrays["images"]
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
-        raise ValueError(f"root: images of {path} must be uint8 (N, H, W) or (N, H, W, C), got {pixels.dtype} {pixels.shape}")
+        raise ValueError(
+            f"root: images of {path} must be uint8 (N, H, W) or (N, H, W, C), got {pixels.dtype} {pixels.shape}"
+        )
     if pixels.shape[1] != pixels.shape[2]:
-        raise ValueError(f"root: images of {path} must be square, got {pixels.shape[1]} x {pixels.shape[2]}; crop or pad them first")
+        raise ValueError(
+            f"root: images of {path} must be square, got {pixels.shape[1]} x {pixels.shape[2]}; crop or pad them first"
+        )
     images = torch.from_numpy(pixels[:, None] if pixels.ndim == 3 else pixels.transpose(0, 3, 1, 2).copy())
     labels = torch.from_numpy(arrays["label"].astype(np.int64))
     if len(labels) != len(images):
@@ -116,7 +131,9 @@ def read_npz(path: Path) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
     else:
         split = hold_out(labels, 0.2, seed=0).long()
     if not (split == 1).any() or not (split == 0).any():
-        raise ValueError(f"root: split of {path} must mark training (0) and test (1) images, got {split.unique().tolist()}")
+        raise ValueError(
+            f"root: split of {path} must mark training (0) and test (1) images, got {split.unique().tolist()}"
+        )
     return images, labels, split, classes
 
 
@@ -132,5 +149,6 @@ def _decode(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     if len({image.shape for image in images}) != 1:
         if len({image.shape[:2] for image in images}) != 1:
             raise ValueError("root: all images of the file must have one size")
-        images = [image if image.ndim == 3 else np.repeat(image[..., None], 3, -1) for image in images]  # grey among colour
+        # grey images among coloured ones
+        images = [image if image.ndim == 3 else np.repeat(image[..., None], 3, -1) for image in images]
     return np.stack(images)

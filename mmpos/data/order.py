@@ -1,7 +1,7 @@
 """Which samples form which batch, and the random numbers of a sample: pure functions of (seed, epoch, index).
 
-Nothing here depends on what was drawn before. A run that resumes in the middle of an epoch therefore sees the batches it would have
-seen, and ``k`` processes deal among them the batches of one process with the ``k``-fold batch size.
+Nothing here depends on what was drawn before. A run that resumes in the middle of an epoch therefore sees the batches
+it would have seen, and ``k`` processes deal among them the batches of one process with the ``k``-fold batch size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _MASK = (1 << 64) - 1
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """SplitMix64 finaliser: every bit of the input reaches every bit of the output. ``x`` is uint64 with at least one axis."""
+    """SplitMix64 finaliser.
+
+    Every bit of the input reaches every bit of the output. ``x`` is uint64 with at least one axis.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -64,8 +67,8 @@ class BatchOrder:
         rank: which slice of each global batch is dealt.
         world_size: number of processes.
 
-    Without ``drop_last`` every sample is dealt exactly once by exactly one rank, and all ranks deal equally many batches, none of them
-    empty: a remainder smaller than the number of ranks joins the batch before it.
+    Without ``drop_last`` every sample is dealt exactly once by exactly one rank, and all ranks deal equally many
+    batches, none of them empty: a remainder smaller than the number of ranks joins the batch before it.
 
     Example:
         >>> order = BatchOrder(10, 3, seed=1)
@@ -93,7 +96,8 @@ class BatchOrder:
         self.num_batches = full if drop_last or (full and rest < world_size) else full + (rest > 0)
         if self.num_batches == 0 or (not full and count < world_size):
             raise ValueError(
-                f"batch_size: {batch_size} x {world_size} processes is more than the {count} samples there are, so an epoch would have "
+                f"batch_size: {batch_size} x {world_size} processes is more than the {count} samples there are, so "
+                f"an epoch would have "
                 "no batch; lower batch_size"
             )
         self.count = count

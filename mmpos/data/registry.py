@@ -65,5 +65,7 @@ def create_data(name: str, **options: Any) -> ImageData:
     known = data_options(name)
     unknown = [option for option in options if option not in known]
     if unknown:
-        raise ValueError(f"options: data {name} has no option {', '.join(map(repr, unknown))}; its options are {sorted(known)}")
+        raise ValueError(
+            f"options: data {name} has no option {', '.join(map(repr, unknown))}; its options are {sorted(known)}"
+        )
     return cls(**options)

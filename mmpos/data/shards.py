@@ -1,7 +1,8 @@
-"""WebDataset shards: tar files of ``<sample>.jpg`` next to ``<sample>.cls``, read as a stream. For clusters. Card: ``datasets/webdataset``.
+"""WebDataset shards: tar files of ``<sample>.jpg`` next to ``<sample>.cls``, read as a stream. For clusters. Card:
+``datasets/webdataset``.
 
-The stream is a function of (seed, epoch, rank, number of processes and of workers): shards are permuted, dealt to ranks and their
-workers, and shuffled in a buffer. A resumed run skips what was seen without decoding it.
+The stream is a function of (seed, epoch, rank, number of processes and of workers): shards are permuted, dealt to
+ranks and their workers, and shuffled in a buffer. A resumed run skips what was seen without decoding it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class ShardData(ImageData):
     """Images in tar shards.
 
     Args:
-        train_shards: a path with braces (``/data/train-{0000..0099}.tar``), a folder of ``train-*.tar``, or a list; URLs are possible.
+        train_shards: a path with braces (``/data/train-{0000..0099}.tar``), a folder of ``train-*.tar``, or a list;
+            URLs are possible.
         val_shards: the same for validation (``val-*.tar`` in a folder).
         train_count: number of training samples; it sets the length of an epoch.
         num_classes: number of classes.
@@ -81,7 +83,8 @@ class ShardData(ImageData):
         super().__init__(batch_size=batch_size, eval_batch_size=eval_batch_size, image_size=image_size, seed=seed)
         if not train_count or not num_classes:
             raise ValueError(
-                f"train_count, num_classes: data webdataset needs both (shards are not counted by reading them), got {train_count} and "
+                f"train_count, num_classes: data webdataset needs both (shards are not counted by reading them), "
+                f"got {train_count} and "
                 f"{num_classes}; ImageNet-1k: data.train_count=1281167 data.num_classes=1000"
             )
         self.train_urls = _expand("train_shards", train_shards, "train")
@@ -93,11 +96,22 @@ class ShardData(ImageData):
         self.shuffle_buffer = shuffle_buffer
         self.num_workers = num_workers
         self.transform = FileTransform(
-            image_size, crop_pct, interpolation, scale, ratio, hflip, color_jitter, auto_augment, erasing, self.mean, self.std
+            image_size,
+            crop_pct,
+            interpolation,
+            scale,
+            ratio,
+            hflip,
+            color_jitter,
+            auto_augment,
+            erasing,
+            self.mean,
+            self.std,
         )
 
     def facts(self) -> dict[str, Any]:
-        text = f"{self.train_count:,} training images in {len(self.train_urls)} shards, tested on {len(self.val_urls)} validation shards"
+        train, val = len(self.train_urls), len(self.val_urls)
+        text = f"{self.train_count:,} training images in {train} shards, tested on {val} validation shards"
         return {**super().facts(), "images": text}
 
     def train_dataloader(self) -> BatchLoader:
@@ -106,14 +120,23 @@ class ShardData(ImageData):
         workers = order.world_size * max(1, self.num_workers)
         if len(self.train_urls) < workers:
             raise ValueError(
-                f"train_shards: {len(self.train_urls)} shards cannot feed {order.world_size} processes x {max(1, self.num_workers)} workers; "
+                f"train_shards: {len(self.train_urls)} shards cannot feed {order.world_size} processes x "
+                f"{max(1, self.num_workers)} workers; "
                 "lower data.num_workers or write more, smaller shards"
             )
 
         def stream(batches: list[Tensor], epoch: int) -> Any:
             done = len(order) - len(batches)
             samples = _Stream(
-                self.train_urls, self.transform.train(), self.seed, epoch, order.rank, order.world_size, self.batch_size, done, self.shuffle_buffer
+                self.train_urls,
+                self.transform.train(),
+                self.seed,
+                epoch,
+                order.rank,
+                order.world_size,
+                self.batch_size,
+                done,
+                self.shuffle_buffer,
             )
             return _first(self._loader(samples, self.batch_size), len(batches))
 
@@ -163,7 +186,8 @@ class _Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
-        # workers deal batches in turn; after a restart the first worker deals batch `done`, which worker `done % workers` would have dealt
+        # workers deal batches in turn; after a restart the first worker deals batch `done`, which worker `done %
+        # workers` would have dealt
         role = (worker + self.done) % workers
         skip = len(range(role, self.done, workers)) * self.batch_size
         number = self.rank * workers + role
@@ -233,7 +257,8 @@ def _decoded(sample: dict[str, bytes], transform: Callable[[Any], Tensor]) -> tu
     key = next((key for key in IMAGE_KEYS if key in sample), None)
     if key is None or "cls" not in sample:
         raise ValueError(
-            f"shards: sample {sample.get('__key__')!r} holds {sorted(k for k in sample if not k.startswith('__'))}; expected an image "
+            f"shards: sample {sample.get('__key__')!r} holds {sorted(k for k in sample if not k.startswith('__'))}; "
+            f"expected an image "
             f"({', '.join(IMAGE_KEYS)}) and cls, the class index as text"
         )
     with Image.open(io.BytesIO(sample[key])) as image:
@@ -244,7 +269,8 @@ def _expand(option: str, shards: str | Sequence[str] | None, split: str) -> list
     """File names or URLs of the shards; local ones must exist."""
     if not shards:
         raise ValueError(
-            f"{option}: data webdataset needs the shards, such as data.{option}='/data/{split}-{{0000..0099}}.tar' or a folder of "
+            f"{option}: data webdataset needs the shards, such as data.{option}='/data/{split}-{{0000..0099}}.tar' "
+            f"or a folder of "
             f"{split}-*.tar; how to write them is in datasets/webdataset/README.md"
         )
     if isinstance(shards, str) and Path(shards).expanduser().is_dir():
@@ -256,7 +282,8 @@ def _expand(option: str, shards: str | Sequence[str] | None, split: str) -> list
     if missing or not urls:
         looked = Path(missing[0]).absolute() if missing else f"{Path(str(shards)).absolute()}/{split}-*.tar"
         raise FileNotFoundError(
-            f"{option}: data webdataset looked for {looked} and it is not there ({len(missing)} of {len(urls)} shards missing); give "
+            f"{option}: data webdataset looked for {looked} and it is not there ({len(missing)} of {len(urls)} "
+            f"shards missing); give "
             f"data.{option}=<shards>. How to write shards is in datasets/webdataset/README.md"
         )
     return urls
@@ -266,5 +293,7 @@ def _webdataset() -> Any:
     try:
         import webdataset
     except ImportError as error:
-        raise ImportError('data webdataset needs the webdataset package; install it with pip install "mmpos[webdataset]"') from error
+        raise ImportError(
+            'data webdataset needs the webdataset package; install it with pip install "mmpos[webdataset]"'
+        ) from error
     return webdataset

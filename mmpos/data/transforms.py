@@ -21,7 +21,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Python's, NumPy's and torch's generators seeded for a moment; what they held before comes back."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - timm draws from the global generator
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - what timm uses
     with torch.random.fork_rng(devices=[]):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
@@ -45,7 +45,8 @@ class FileTransform:
         ratio: aspect ratio of a random crop.
         hflip: probability of a left-right flip.
         color_jitter: strength of the colour jitter.
-        auto_augment: a timm policy such as ``rand-m9-mstd0.5-inc1`` (RandAugment) or ``3a`` (3-Augment); ``None`` for none.
+        auto_augment: a timm policy such as ``rand-m9-mstd0.5-inc1`` (RandAugment) or ``3a`` (3-Augment); ``None`` for
+            none.
         erasing: probability of erasing a rectangle.
         mean: subtracted from pixels on [0, 1].
         std: divides them.
@@ -96,5 +97,7 @@ def _create_transform() -> Callable[..., Any]:
     try:
         from timm.data import create_transform
     except ImportError as error:
-        raise ImportError('image files are read with timm and torchvision; install them with pip install "mmpos[train]"') from error
+        raise ImportError(
+            'image files are read with timm and torchvision; install them with pip install "mmpos[train]"'
+        ) from error
     return create_transform
