@@ -206,7 +206,7 @@ class Rotation:
 
 
 def _real_form_wanted() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # either is true during any ONNX export
 
 
 def rotation_from_angles(
@@ -283,8 +283,8 @@ def _multiply(x: Tensor, cis: Tensor) -> Tensor:
         x = x.contiguous()
     shape = x.shape
     pairs = torch.view_as_complex(x.view(*shape[:-1], shape[-1] // 2, 2))
-    # a new last dimension of the two parts is always viewable as one dimension of twice the length
-    return torch.view_as_real(pairs * cis).flatten(-2)
+    # the two parts lie side by side, so the last two dimensions can always be viewed as one
+    return torch.view_as_real(pairs * cis).view(shape)
 
 
 def _multiply_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -355,18 +355,16 @@ def transform_blocks(x: Tensor, blocks: Tensor, num_prefix: int = 0) -> Tensor:
     if size <= 3:
         out = (blocks * placed[..., None, :]).sum(-1)
     else:
-        # (heads, m, N) first; samples and heads that share a matrix are the rows of one product with it
-        matrices = blocks.transpose(-3, -4)
-        placed = placed.permute(1, 3, 2, 0, 4)
+        # samples and heads that share a matrix are the rows of one product with it
+        placed = placed.permute(1, 2, 3, 0, 4)  # (heads, N, m, B, b)
         with _no_autocast(x):
             if blocks.shape[0] != 1:
-                out = torch.matmul(matrices, placed.permute(3, 0, 1, 2, 4)[..., None])[..., 0].permute(0, 1, 3, 2, 4)
+                out = torch.matmul(blocks, placed.permute(3, 0, 1, 2, 4)[..., None])[..., 0]
             elif blocks.shape[1] != 1 or x.shape[1] == 1:
-                out = torch.matmul(placed, matrices[0].mT).permute(3, 0, 2, 1, 4)
+                out = torch.matmul(placed, blocks[0].mT).permute(3, 0, 1, 2, 4)
             else:
-                heads, batch = x.shape[1], x.shape[0]
-                rows = placed.permute(1, 2, 0, 3, 4).flatten(2, 3)
-                out = torch.matmul(rows, matrices[0, 0].mT).unflatten(2, (heads, batch)).permute(3, 2, 1, 0, 4)
+                rows = placed.permute(1, 2, 0, 3, 4).flatten(2, 3)  # (N, m, heads B, b)
+                out = torch.matmul(rows, blocks[0, 0].mT).unflatten(2, (x.shape[1], x.shape[0])).permute(3, 2, 0, 1, 4)
     out = out.flatten(-2).to(dtype)
     if channels < x.shape[-1]:
         out = torch.cat([out, x[..., num_prefix:, channels:]], dim=-1)
