@@ -64,6 +64,7 @@ def test_per_layer_can_be_chosen() -> None:
         ({"name": "none", "num_heads": 0}, "positive"),
         ({"name": "none", "train_grid": 14}, "train_grid"),
         ({"name": "none", "train_grid": (14, 0)}, "train_grid"),
+        ({"name": "none", "train_grid": (14, 7.5)}, "train_grid.*7.5"),
         ({"name": "none", "train_grid": (2, 3), "axes": 3}, "3 sizes"),
         ({"name": "rope_axial", "thetta": 3.0}, "no option 'thetta'; its options are.*theta"),
         ({"name": "rope_axial", "resolution": "bicubic"}, "resolution.*index"),

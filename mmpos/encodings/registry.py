@@ -232,6 +232,18 @@ class EncodingStack(nn.Module):
         """Nothing to do, as no encoding keeps derived tables; timm calls it after construction on the meta device."""
 
 
+def _sizes(train_grid: Any) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(size) for size in train_grid)
+    except (TypeError, ValueError):
+        sizes = ()
+    if not sizes or any(size < 1 or size != given for size, given in zip(sizes, train_grid, strict=True)):
+        raise ValueError(
+            f"train_grid: expected positive whole sizes, height before width, for example (14, 14), got {train_grid!r}"
+        )
+    return sizes
+
+
 def create_encoding(
     name: Spec | Sequence[Spec],
     dim: int,
@@ -292,10 +304,7 @@ def create_encoding(
         raise ValueError(f"name: expected different encodings, got {names}")
     if depth < 1:
         raise ValueError(f"depth: expected at least 1 layer, got {depth}")
-    if train_grid is not None and (not isinstance(train_grid, Sequence) or any(size < 1 for size in train_grid)):
-        raise ValueError(
-            f"train_grid: expected positive sizes, height before width, for example (14, 14), got {train_grid!r}"
-        )
+    train_grid = None if train_grid is None else _sizes(train_grid)
     if axes is None:
         axes = 2 if train_grid is None else len(train_grid)
     common: dict[str, Any] = {"head_dim": head_dim, "axes": axes, "num_prefix": num_prefix, "train_grid": train_grid}
