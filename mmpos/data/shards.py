@@ -222,7 +222,11 @@ def _first(batches: Any, count: int) -> Iterator[Any]:
 
 
 def _read(url: str) -> Iterator[dict[str, bytes]]:
-    return _webdataset().tariterators.tarfile_samples(iter([{"url": url}]))
+    """Samples of one shard; the file is closed when reading stops early, too."""
+    webdataset = _webdataset()
+    with webdataset.gopen(url, "rb") as file:
+        files = webdataset.tariterators.tar_file_expander(iter([{"url": url, "stream": file}]))
+        yield from webdataset.tariterators.group_by_keys(files)
 
 
 def _endless(urls: Sequence[str], draw: random.Random) -> Iterator[dict[str, bytes]]:
