@@ -57,7 +57,7 @@ def recipe_table(configs: Path) -> str:
     rows = []
     for path in sorted(configs.glob("*.yaml")):
         comments = [line[1:].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
-        what = [line for line in comments if line and not line.startswith(("@package", "python "))]
+        what = [line for line in comments if line and not line.startswith("@package") and "train.py" not in line]
         name = path.stem
         rows.append([f"`{name}`", what[0] if what else "", f"[recipes/{name}](recipes/{name}/README.md)"])
     return _table(["recipe=", "what it trains", "measured numbers"], rows)
