@@ -17,7 +17,7 @@ from mmpos.functional.bias import offset_index, pair_offsets
 from mmpos.functional.buckets import smallest_integer
 from mmpos.positions import Positions
 
-__all__ = ["BY_OFFSET", "offset_coordinates", "raster_coordinates", "table_index"]
+__all__ = ["BY_OFFSET", "offset_coordinates", "raster_coordinates", "table_index", "whole_coordinates"]
 
 #: keep the spacing of patches, or stretch coordinates onto the training grid
 BY_OFFSET = ("index", "rescaled")
@@ -31,12 +31,29 @@ def offset_coordinates(encoding: PositionEncoding, positions: Positions) -> Tens
     return positions.coords
 
 
+def whole_coordinates(positions: Positions, needed_by: str) -> Tensor:
+    """Coordinates that count cells; raises for places between cells instead of rounding them.
+
+    Coordinates of a raster that were never moved are whole by construction and not looked at.
+    """
+    coords = positions.coords
+    known = positions.grid_size is not None and not positions.moved
+    if known or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return coords
+    if not bool((coords == coords.round()).all()):
+        raise ValueError(
+            f"positions: {needed_by} looks places up in a table and takes whole coordinates only, got fractions; "
+            "use an encoding "
+            "with facts.fractional"
+        )
+    return coords
+
+
 def raster_coordinates(positions: Positions, needed_by: str, remedy: str) -> Tensor:
-    """Whole-number coordinates of tokens that belong to a raster; raises for free or moved points."""
-    if positions.grid_size is None or positions.moved:
-        what = "free points" if positions.grid_size is None else "coordinates that left the raster"
-        raise ValueError(f"positions: {needed_by} needs the grid the tokens belong to, got {what}; {remedy}")
-    return positions.coords
+    """Whole coordinates of tokens that belong to a raster of known size; raises for free points."""
+    if positions.grid_size is None:
+        raise ValueError(f"positions: {needed_by} needs the grid the tokens belong to, got free points; {remedy}")
+    return whole_coordinates(positions, needed_by)
 
 
 def table_index(coords: Tensor, sizes: tuple[int, ...], num_prefix: int, *, clamp: bool = False) -> Tensor:

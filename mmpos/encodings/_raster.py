@@ -38,7 +38,7 @@ class Raster:
 
         Of free points only when a field size is known and every place is a whole cell of it.
         """
-        if positions.grid_size is not None:
+        if positions.grid_size is not None and not positions.moved:
             return cls(positions.grid_size, positions.num_prefix, positions.kept, positions.mask)
         reason = "free points have none"
         if positions.extent is not None and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmpos.encodings._bias import whole_coordinates
 from mmpos.encodings._table import add_to_placed, table_at
 from mmpos.encodings.base import Facts, PositionEncoding
 from mmpos.encodings.registry import register
@@ -28,7 +29,7 @@ class AbsWin(PositionEncoding):
     Args:
         dim: model width ``D``.
         num_heads: attention heads ``h``.
-        window: size of the window table; ``None`` for none.
+        window: size of the window table, one number or one per axis; ``None`` for none.
         antialias: whether the global table is low-passed when the grid is smaller.
         init_std: standard deviation of the initial values; 0 for zeros.
         common: arguments of :class:`~mmpos.encodings.base.PositionEncoding`; ``train_grid`` is the size of the global
@@ -59,7 +60,7 @@ class AbsWin(PositionEncoding):
         dim: int,
         num_heads: int,
         *,
-        window: Sequence[int] | None = (8, 8),
+        window: int | Sequence[int] | None = 8,
         antialias: bool = True,
         init_std: float = 0.02,
         **common: Any,
@@ -67,6 +68,7 @@ class AbsWin(PositionEncoding):
         super().__init__(dim, num_heads, **common)
         if self.train_grid is None:
             raise ValueError("train_grid: abs_win has a table on a grid and needs its size, for example (14, 14)")
+        window = [window] * self.axes if isinstance(window, int) else window
         if window is not None and (len(window) != self.axes or min(window) < 1):
             raise ValueError(f"window: expected {self.axes} positive sizes, got {tuple(window)}")
         self.antialias = antialias
@@ -86,6 +88,7 @@ class AbsWin(PositionEncoding):
     def values(self, positions: Positions) -> Tensor:
         """What is added to the placed tokens, ``(B or 1, N, D)``."""
         self.check_axes(positions)
+        whole_coordinates(positions, self.name)
         assert self.train_grid is not None
         if self.resolution == "tile":
             out = _tiled(self.table, positions)

@@ -122,4 +122,6 @@ def peg(
     """
     maps = depthwise(raster.maps(x), weight, bias, identity=stride == 1, padding=padding, stride=stride)
     placed = raster.tokens(maps) if stride == 1 else maps.flatten(2).transpose(1, 2)
+    if raster.mask is not None and stride == 1:  # padding keeps what it held
+        placed = torch.where(raster.mask[..., None], placed, x[:, raster.num_prefix :])
     return torch.cat([x[:, : raster.num_prefix], placed], 1) if raster.num_prefix else placed

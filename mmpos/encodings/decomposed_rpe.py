@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmpos.encodings._bias import raster_coordinates
+from mmpos.encodings._bias import raster_coordinates, whole_coordinates
 from mmpos.encodings.base import Facts, PositionEncoding
 from mmpos.encodings.registry import register
 from mmpos.functional.buckets import compact, gather_key_side
-from mmpos.functional.cross_bias import cross_key_side
+from mmpos.functional.cross_bias import cross_key_side, per_token
 from mmpos.functional.resample import resample_grid
 from mmpos.positions import Positions
 
@@ -32,7 +32,7 @@ class AxisIndex:
     For all coordinates of a raster, ``(n, n)``, or for tokens, ``(B or 1, L, L)``.
     """
 
-    codes: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
     index: tuple[Tensor, ...]
     sizes: tuple[int, ...]
     num_prefix: int
@@ -98,7 +98,7 @@ class DecomposedRpe(PositionEncoding):
         assert self.train_grid is not None
         keep = self.resolution == "offset"
         if keep:
-            sizes, coords = self.train_grid, positions.coords
+            sizes, coords = self.train_grid, whole_coordinates(positions, self.name)
         else:
             coords = raster_coordinates(positions, f"resolution='linear' of {self.name}", "use resolution='offset'")
             assert positions.grid_size is not None
@@ -110,12 +110,13 @@ class DecomposedRpe(PositionEncoding):
                 tick = torch.arange(current, device=coords.device)
                 row = tick[:, None] - tick[None, :] + (size - 1)
                 codes.append(row.clamp(0, 2 * size - 2) if keep else row)
-            return AxisIndex(tuple(codes), (), sizes, positions.num_prefix)
+            rows = tuple(per_token(code, axis, positions.grid_size) for axis, code in enumerate(codes))
+            return AxisIndex(rows, (), sizes, positions.num_prefix)
         index = []
         for axis, size in enumerate(sizes):
             c = coords[..., axis]
             row = (c[:, :, None] - c[:, None, :]).round().long() + (size - 1)
-            index.append(compact(row.clamp(0, 2 * size - 2) if keep else row, 2 * size - 1, positions.num_prefix))
+            index.append(compact(row.clamp(0, 2 * size - 2), 2 * size - 1, positions.num_prefix))
         return AxisIndex((), tuple(index), sizes, positions.num_prefix)
 
     def prepare(self, positions: Positions, shared: AxisIndex | None = None) -> tuple[AxisIndex, tuple[Tensor, ...]]:
@@ -127,13 +128,13 @@ class DecomposedRpe(PositionEncoding):
 
     def logit_bias(self, q: Tensor, k: Tensor, prepared: tuple[AxisIndex, tuple[Tensor, ...]]) -> Tensor:
         """The term of the query, ``(B, heads, L, L)``; zero from and to prefix tokens."""
-        rows, tables = prepared
+        axes, tables = prepared
         scores = [torch.matmul(q, table.to(q.dtype).T) for table in tables]
-        if rows.num_prefix:  # one more row, for pairs with a prefix token
+        if axes.num_prefix:  # one more row, for pairs with a prefix token
             scores = [F.pad(score, (0, 1)) for score in scores]
-        if rows.codes:
-            return cross_key_side(scores, rows.codes, rows.num_prefix)
-        terms = [gather_key_side(score, index.long()) for score, index in zip(scores, rows.index, strict=True)]
+        if axes.rows:
+            return cross_key_side(scores, axes.rows, axes.num_prefix)
+        terms = [gather_key_side(score, index.long()) for score, index in zip(scores, axes.index, strict=True)]
         return torch.stack(terms).sum(0) if len(terms) > 2 else sum(terms[1:], terms[0])
 
 
@@ -145,12 +146,14 @@ def decomposed_bias(q: Tensor, tables: Sequence[Tensor], q_grid: Sequence[int], 
     Shape:
         q ``(B, heads, Lq, d)`` unscaled, tables one ``(n, d)`` per axis; returns ``(B, heads, Lq, Lk)``.
     """
-    scores, codes = [], []
+    scores: list[Tensor] = []
+    rows: list[Tensor] = []
     for table, queries, keys in zip(tables, q_grid, k_grid, strict=True):
         table = resample_grid(table, [2 * max(queries, keys) - 1], "linear", False)
         up, down = max(keys / queries, 1.0), max(queries / keys, 1.0)
         tick_q = torch.arange(queries, device=q.device)[:, None] * up
         tick_k = torch.arange(keys, device=q.device)[None, :] * down
-        codes.append((tick_q - tick_k + (keys - 1) * down).long())
+        code = (tick_q - tick_k + (keys - 1) * down).long()
+        rows.append(per_token(code, len(rows), q_grid))
         scores.append(torch.matmul(q, table.to(q.dtype).T))
-    return cross_key_side(scores, codes, 0)
+    return cross_key_side(scores, rows, 0)

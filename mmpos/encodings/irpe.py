@@ -36,7 +36,7 @@ from mmpos.functional.buckets import (
     reverse_index,
     row_mass,
 )
-from mmpos.functional.cross_bias import cross_key_side, cross_mass, cross_query_side, cross_static
+from mmpos.functional.cross_bias import cross_key_side, cross_mass, cross_query_side, cross_static, per_token
 from mmpos.positions import Positions
 
 #: elements of attention logits that are worked on at a time on a CPU, per thread: they should stay in the
@@ -44,22 +44,31 @@ from mmpos.positions import Positions
 SLICE_ELEMENTS = 2**18
 
 
+Indices = list[tuple[Tensor | None, ...]]
+
+
 @dataclass(frozen=True, eq=False)
 class Buckets:
     """Which table row serves a pair of tokens: dense, or for ``cross`` on a raster one small table for each axis.
 
+    Rows count from the first one in ``used``, per table the range ``[low, high)`` that the grid can reach; ``high -
+    low`` is the row of prefix tokens.
+
     Shape:
-        index one per table, ``(B or 1, L, L)`` in the smallest integer type; codes one per axis ``(n, n)`` int64.
+        index one per table, ``(B or 1, L, L)`` in the smallest integer type; codes one per axis ``(n, n)`` int64,
+        rows the same for each token ``(N, n)``.
     """
 
     index: tuple[Tensor, ...]
     codes: tuple[Tensor, ...]
+    rows: tuple[Tensor, ...]
+    used: tuple[tuple[int, int], ...]
     num_prefix: int
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return sum(t.numel() * t.element_size() for t in (*self.index, *self.codes))
+        return sum(t.numel() * t.element_size() for t in (*self.index, *self.codes, *self.rows))
 
 
 @register("irpe")
@@ -161,26 +170,51 @@ class Irpe(PositionEncoding):
             if self.resolution == "rescaled"
             else positions.coords
         )
-        if positions.is_raster and not positions.moved:
-            assert positions.grid_size is not None
-            grid = positions.grid_size
+        used = self.used_rows(positions)
+        raster = positions.grid_size if positions.is_raster and not positions.moved else None
+        if raster is None:
+            index = bucket_index(
+                [c[..., :, None] - c[..., None, :] for c in coords.unbind(-1)], self.method, self.ratio
+            )
+        else:
             ticks = []
-            for axis, size in enumerate(grid):  # coordinates along one edge of the raster
-                edge = coords[0].unflatten(0, grid).select(-1, axis).movedim(axis, 0)
-                ticks.append(edge.flatten(1)[:, 0] if len(grid) > 1 else edge.reshape(size))
+            for axis in range(self.axes):  # coordinates along one edge of the raster
+                edge = coords[0].unflatten(0, raster).select(-1, axis).movedim(axis, 0)
+                ticks.append(edge.reshape(raster[axis], -1)[:, 0])
             if self.method == "cross":
-                return Buckets((), tuple(axis_codes(tick, self.ratio) for tick in ticks), positions.num_prefix)
+                pairs = zip(ticks, used, strict=True)
+                codes = tuple(axis_codes(tick, self.ratio) - low for tick, (low, _) in pairs)
+                rows = tuple(per_token(code, axis, raster) for axis, code in enumerate(codes))
+                return Buckets((), codes, rows, used, positions.num_prefix)
             offsets = []
             for axis, tick in enumerate(ticks):
-                shape = [1] * (2 * len(grid))
-                shape[axis] = shape[len(grid) + axis] = grid[axis]
+                shape = [1] * (2 * self.axes)
+                shape[axis] = shape[self.axes + axis] = raster[axis]
                 offsets.append((tick[:, None] - tick[None, :]).reshape(shape))
             count = positions.num_placed
             index = tuple(i.reshape(1, count, count) for i in bucket_index(offsets, self.method, self.ratio))
-        else:
-            offsets = [(c[..., :, None] - c[..., None, :]) for c in coords.unbind(-1)]
-            index = bucket_index(offsets, self.method, self.ratio)
-        return Buckets(tuple(compact(i, self.buckets, positions.num_prefix) for i in index), (), positions.num_prefix)
+        compacted = (
+            compact(i - low if low else i, high - low, positions.num_prefix)
+            for i, (low, high) in zip(index, used, strict=True)
+        )
+        return Buckets(tuple(compacted), (), (), used, positions.num_prefix)
+
+    def used_rows(self, positions: Positions) -> tuple[tuple[int, int], ...]:
+        """Range of rows that pairs of a grid of known size can have, one per table.
+
+        Products are short and kept whole.
+        """
+        grid = positions.grid_size
+        count = self.axes if self.method == "cross" else 1
+        known = grid is not None and not positions.moved and self.resolution == "index"
+        if self.method == "product" or not known or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            return ((0, self.buckets),) * count
+        assert grid is not None
+        corner = [torch.tensor(float(size - 1)) for size in grid]
+        furthest = [int(row) for row in bucket_index(corner, self.method, self.ratio)]
+        if self.method == "cross":
+            return tuple((self.buckets - 1 - row, row + 1) for row in furthest)
+        return ((self.buckets // 2, furthest[0] + 1),)
 
     def prepare(self, positions: Positions, shared: Buckets | None = None) -> Buckets:
         """The index; tables are read where they act, so that a deep model never holds all its biases at once."""
@@ -197,9 +231,8 @@ class Irpe(PositionEncoding):
         if self.mode == "bias":
             return self._static(prepared)
         scale = self.head_dim**-0.5
-        key_side = None if self.table_k is None else [torch.matmul(q * scale, t.to(q.dtype)) for t in self.table_k]
-        query_side = None if self.table_q is None else [_scores_of_keys(t, k * scale) for t in self.table_q]
-        return self._combine(key_side, query_side, prepared, self._indices(prepared))
+        key_side, query_side = self._used(self.table_k, prepared, q.dtype), self._used(self.table_q, prepared, q.dtype)
+        return self._combine(q * scale, k * scale, key_side, query_side, prepared, self._indices(prepared))
 
     def attend(
         self,
@@ -217,19 +250,19 @@ class Irpe(PositionEncoding):
         cache.
         """
         assert self.table_v is not None
-        tables = (self.table_q, self.table_k, self.table_v)
-        cast = [None if t is None else t.to(q.dtype) for t in tables]
+        tables = [
+            self._used(self.table_q, prepared, q.dtype),
+            self._used(self.table_k, prepared, q.dtype),
+            self._used(self.table_v, prepared, q.dtype, dim=-2),
+        ]
         indices = self._indices(prepared)
-        if plain or _whole(q, k, v, *cast):
-            return self._attend(q, k, v, cast, prepared, indices, bias, scale, dropout_p)
+        if plain or _whole(q, k, v, self.table_v, self.table_k, self.table_q):
+            return self._attend(q, k, v, tables, prepared, indices, bias, scale, dropout_p)
         out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype).transpose(1, 2)
         full = None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
         for b, h in _slices(q):
-            part = [None if t is None else t if t.shape[1] == 1 else t[:, h] for t in cast]
-            index = tuple(
-                (i if i.shape[0] == 1 else i[b], None if r is None or r.shape[0] == 1 else r[b]) for i, r in indices
-            )
-            index = tuple((i, r if given is None else given) for (i, given), (_, r) in zip(index, indices, strict=True))
+            part = [[t if t.shape[0] == 1 else t[h] for t in group] for group in tables]
+            index = [tuple(i if i is None or i.shape[0] == 1 else i[b] for i in pair) for pair in indices]
             mask = None if full is None else full[b, h]
             out[b, h] = self._attend(q[b, h], k[b, h], v[b, h], part, prepared, index, mask, scale, dropout_p)
         return out
@@ -239,20 +272,17 @@ class Irpe(PositionEncoding):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        tables: list[Tensor | None],
+        tables: list[list[Tensor]],
         prepared: Buckets,
-        indices: tuple[tuple[Tensor, Tensor | None], ...],
+        indices: Indices,
         bias: Tensor | None,
         scale: float,
         dropout_p: float,
     ) -> Tensor:
-        table_q, table_k, table_v = tables
-        assert table_v is not None
         factor = self.head_dim**-0.5
         scaled = q * factor
-        key_side = None if table_k is None else [torch.matmul(scaled, t) for t in table_k]
-        query_side = None if table_q is None else [_scores_of_keys(t, k * factor) for t in table_q]
-        term = self._combine(key_side, query_side, prepared, indices)
+        query_side, key_side, value_side = tables
+        term = self._combine(scaled, k * factor, key_side, query_side, prepared, indices)
         product = scaled if scale == factor else q * scale
         if term is None:
             logits = torch.matmul(product, k.transpose(-2, -1))
@@ -266,43 +296,58 @@ class Irpe(PositionEncoding):
         weights = F.dropout(weights, dropout_p)
         out = torch.matmul(weights, v)
         if prepared.codes:
-            return out + cross_mass(weights, table_v, prepared.codes, prepared.num_prefix)
-        for table, (index, _) in zip(table_v, indices, strict=True):
-            out = out + torch.matmul(row_mass(weights, index, self.rows), table)
+            return out + cross_mass(weights, value_side, prepared.rows, prepared.num_prefix)
+        for table, (index, _) in zip(value_side, indices, strict=True):
+            assert index is not None
+            out = out + _product(row_mass(weights, index, table.shape[-2]), table)
         return out
 
     # -- tables ---------------------------------------------------------------------------------------------------
 
-    def _indices(self, prepared: Buckets) -> tuple[tuple[Tensor, Tensor | None], ...]:
+    def _used(self, tables: Tensor | None, prepared: Buckets, dtype: torch.dtype, dim: int = -1) -> list[Tensor]:
+        """The rows that the grid can reach, then that of prefix tokens; nothing when there is no table."""
+        out = []
+        for table, (low, high) in zip([] if tables is None else tables.to(dtype), prepared.used, strict=False):
+            if (low, high) != (0, self.buckets):
+                end = self.rows - self.buckets
+                table = torch.cat([table.narrow(dim, low, high - low), table.narrow(dim, self.buckets, end)], dim)
+            out.append(table)
+        return out
+
+    def _indices(self, prepared: Buckets) -> Indices:
         """The index and, where needed, that of the opposite pair, as int64."""
-        pairs = []
-        for index in prepared.index:
+        pairs: Indices = []
+        for index, (low, high) in zip(prepared.index, prepared.used, strict=False):
             index = index.long()
-            pairs.append((index, reverse_index(index, self.method, self.buckets) if "q" in self.on else None))
-        return tuple(pairs)
+            pairs.append((index, reverse_index(index, self.method, high - low) if self.table_q is not None else None))
+        return pairs
 
     def _combine(
         self,
-        key_side: list[Tensor] | None,
-        query_side: list[Tensor] | None,
+        q: Tensor,
+        k: Tensor,
+        key_tables: list[Tensor],
+        query_tables: list[Tensor],
         prepared: Buckets,
-        indices: tuple[tuple[Tensor, Tensor | None], ...],
+        indices: Indices,
     ) -> Tensor | None:
+        key_side = [_product(q, table) for table in key_tables]
+        query_side = [torch.matmul(table.mT, k.mT) for table in query_tables]  # (B, heads, rows, L)
         total: Tensor | None = None
         if prepared.codes:
-            if key_side is not None:
-                total = cross_key_side(key_side, prepared.codes, prepared.num_prefix)
-            if query_side is not None:
-                total = cross_query_side(query_side, prepared.codes, prepared.num_prefix, add_to=total)
+            if key_side:
+                total = cross_key_side(key_side, prepared.rows, prepared.num_prefix)
+            if query_side:
+                total = cross_query_side(query_side, prepared.rows, prepared.num_prefix, add_to=total)
             return total
         for table, (index, opposite) in enumerate(indices):
-            if key_side is not None:
-                term = gather_key_side(key_side[table], index)
-                total = term if total is None else total + term
-            if query_side is not None:
+            assert index is not None
+            terms = [gather_key_side(key_side[table], index)] if key_side else []
+            if query_side:
                 assert opposite is not None
-                term = gather_query_side(query_side[table], opposite)
-                total = term if total is None else total.add_(term) if not total.requires_grad else total + term
+                terms.append(gather_query_side(query_side[table], opposite))
+            for term in terms:
+                total = term if total is None else total + term if total.requires_grad else total.add_(term)
         return total
 
     def _static(self, prepared: Buckets) -> Tensor:
@@ -313,10 +358,11 @@ class Irpe(PositionEncoding):
             mirrored = torch.cat([mirrored, prefix], -1) if prefix.shape[-1] else mirrored
             table = mirrored if table is None else table + mirrored
         assert table is not None
+        used = self._used(table, prepared, table.dtype)
         if prepared.codes:
-            return cross_static(table, prepared.codes, prepared.num_prefix)
+            return cross_static(used, prepared.codes, prepared.num_prefix)
         total: Tensor | None = None
-        for rows, index in zip(table, prepared.index, strict=True):
+        for rows, index in zip(used, prepared.index, strict=True):
             term = gather_static(rows, index)
             total = term if total is None else total + term
         assert total is not None
@@ -327,9 +373,9 @@ class Irpe(PositionEncoding):
         return f"{super().extra_repr()}, method={self.method!r}, mode={self.mode!r}, on={self.on!r}, ratio={self.ratio}"
 
 
-def _scores_of_keys(table: Tensor, k: Tensor) -> Tensor:
-    """What each row of a table ``(heads or 1, d, rows)`` says about each key: ``(B, heads, rows, L)``."""
-    return torch.matmul(table.to(k.dtype).mT, k.mT)
+def _product(x: Tensor, table: Tensor) -> Tensor:
+    """``x @ table``; a table that all heads share makes one matrix product of all tokens."""
+    return torch.matmul(x, table[0] if table.shape[0] == 1 else table)
 
 
 def _whole(*tensors: Tensor | None) -> bool:

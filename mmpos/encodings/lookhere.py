@@ -20,12 +20,14 @@ from mmpos.encodings.registry import register
 from mmpos.functional.bias import VIEWS, distances, pad_prefix, pair_offsets, view_mask
 from mmpos.positions import Positions
 
+#: penalty outside the field of view: the weight is exactly zero, and sums and differences of logits stay numbers
+HIDDEN = 1e30
 DISTANCE = ("euclidean", "sqrt", "square")
 
 
 @dataclass(frozen=True, eq=False)
 class Directed:
-    """Penalties ``(B or 1, heads, L, L)``, infinite outside the view, and the slope of the layer."""
+    """Penalties ``(B or 1, heads, L, L)``, ``HIDDEN`` outside the view, and the slope of the layer."""
 
     penalty: Tensor
     slope: float
@@ -94,12 +96,10 @@ class LookHere(PositionEncoding):
             distance = distance.sqrt() if self.distance == "sqrt" else distance.square()
         offsets = pair_offsets(positions.coords)
         hidden = {view: ~view_mask(offsets, view) for view in {view for view, _ in self.heads} if view}
-        if positions.mask is not None:  # padding may look anywhere: no row is ever without a key
-            hidden = {view: mask & positions.mask[:, :, None] for view, mask in hidden.items()}
         penalties = []
         for view, slope in self.heads:
             penalty = distance * (slope * self.global_slope)
-            penalties.append(penalty.masked_fill(hidden[view], float("inf")) if view else penalty)
+            penalties.append(penalty.masked_fill(hidden[view], HIDDEN) if view else penalty)
         batch = max(penalty.shape[0] for penalty in penalties)
         stacked = torch.stack([penalty.expand(batch, -1, -1) for penalty in penalties], 1)
         return Directed(pad_prefix(stacked, positions.num_prefix), self.layer_slopes[0])
@@ -111,7 +111,7 @@ class LookHere(PositionEncoding):
         return replace(prepared, slope=first + (last - first) * share)
 
     def logit_bias(self, q: Tensor, k: Tensor, prepared: Directed) -> Tensor:
-        """The bias, minus infinity outside the view; zero from and to prefix tokens."""
+        """The bias; zero from and to prefix tokens."""
         return prepared.penalty * -prepared.slope
 
 

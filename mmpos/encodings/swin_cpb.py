@@ -104,8 +104,9 @@ class SwinCpb(PositionEncoding):
 
     def network(self, coords: Tensor) -> Tensor:
         """Values for coordinates. Shape: ``(.., A)`` -> ``(.., heads)``."""
-        coords = coords.to(self.fc1.weight.dtype)
-        out = self.fc2(F.dropout(F.relu(self.fc1(coords)), self.dropout, self.training))
+        with torch.autocast(coords.device.type, enabled=False):
+            coords = coords.to(self.fc1.weight.dtype)
+            out = self.fc2(F.dropout(F.relu(self.fc1(coords)), self.dropout, self.training))
         return 16 * torch.sigmoid(out) if self.mode == "swin" else out
 
     def _values_of_pairs(self, coords: Tensor) -> Tensor:

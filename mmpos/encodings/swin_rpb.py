@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpos.encodings._bias import raster_coordinates, table_index
+from mmpos.encodings._bias import raster_coordinates, table_index, whole_coordinates
 from mmpos.encodings.base import Facts, PositionEncoding
 from mmpos.encodings.registry import register
 from mmpos.functional.bias import geometric_matrix
@@ -102,7 +102,7 @@ class SwinRpb(PositionEncoding):
         assert self.train_grid is not None
         keep = self.resolution == "offset"
         if keep:
-            coords, sizes = positions.coords, self.train_grid
+            coords, sizes = whole_coordinates(positions, self.name), self.train_grid
         else:
             coords = raster_coordinates(
                 positions, f"resolution={self.resolution!r} of {self.name}", "use resolution='offset'"
@@ -110,7 +110,7 @@ class SwinRpb(PositionEncoding):
             assert positions.grid_size is not None
             sizes = positions.grid_size
         prefix = positions.num_prefix
-        return OffsetIndex(table_index(coords, sizes, prefix, clamp=keep), sizes, prefix)
+        return OffsetIndex(table_index(coords, sizes, prefix, clamp=keep or positions.moved), sizes, prefix)
 
     def prepare(self, positions: Positions, shared: OffsetIndex | None = None) -> tuple[OffsetIndex, Tensor]:
         """The index and the table of this layer for the grid, flat: ``(heads, rows)``."""

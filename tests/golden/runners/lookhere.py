@@ -32,6 +32,6 @@ def run(case: Case) -> dict[str, Tensor]:
     q = torch.zeros(1, heads, 1, 1)
     states = stack.prepare(Positions.grid(*case.option("grid"), num_prefix=1))
     bias = torch.cat([encoding.logit_bias(q, q, state.prepared[0]) for state in states])
-    hidden = bias == float("-inf")
+    hidden = bias < -1e20
     rounded = bias.masked_fill(hidden, 0.0).to(torch.bfloat16).float()
     return {"bias": rounded, "masked": hidden.to(torch.uint8)}
