@@ -36,7 +36,7 @@ def curve_rank(height: int, width: int, curve: str = "gilbert", device: torch.de
 
     Example:
         >>> curve_rank(2, 3).tolist()
-        [[0, 3, 4], [1, 2, 5]]
+        [[0, 5, 4], [1, 2, 3]]
     """
     if height < 1 or width < 1:
         raise ValueError(f"height, width: expected at least 1, got {height} and {width}")

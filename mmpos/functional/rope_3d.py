@@ -26,8 +26,8 @@ def pair_axes(split: str, sections: Sequence[int], pairs: int) -> list[int]:
         pairs: length of the ladder.
 
     Example:
-        >>> pair_axes("chunked", (2, 1, 1), 4), pair_axes("videorope", (2, 1, 1), 4), pair_axes("interleaved", (2, 1,
-        1), 4) ([0, 0, 1, 2], [1, 2, 0, 0], [0, 1, 2, 0])
+        >>> [pair_axes(split, (2, 1, 1), 4) for split in ("chunked", "videorope", "interleaved")]
+        [[0, 0, 1, 2], [1, 2, 0, 0], [0, 1, 2, 0]]
     """
     if split not in SHARED_SPLITS:
         raise ValueError(f"split: expected one of {SHARED_SPLITS}, got {split!r}")
