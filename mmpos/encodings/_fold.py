@@ -82,13 +82,14 @@ class FoldableEncoding(PositionEncoding):
                 fold_basis_(layer.bias[start : start + width], basis)
         for parameter in self.parameters():
             parameter.requires_grad_(False)
-        self.register_parameter("folded_freqs", nn.Parameter(freqs.clone(), requires_grad=False))
+        self._store(freqs.clone())
+
+    def _store(self, freqs: Tensor) -> None:
+        # an entry that does not exist before folding, read through the property of the same name
+        self._parameters["folded_freqs"] = nn.Parameter(freqs, requires_grad=False)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         stored = state_dict.get(f"{prefix}folded_freqs")
         if stored is not None and self.folded_freqs is None:  # weights saved after folding
-            device = next(self.parameters()).device
-            self.register_parameter(
-                "folded_freqs", nn.Parameter(torch.empty_like(stored, device=device), requires_grad=False)
-            )
+            self._store(torch.empty_like(stored, device=next(self.parameters()).device))
         super()._load_from_state_dict(state_dict, prefix, *rest)

@@ -56,7 +56,6 @@ class LieRE(PositionEncoding):
         plugs_into=("qk",),
         scope="layer",
         resolution_rules=("index", "rescaled"),
-        head_dim_rule="at least generator_dim (head_dim)",
         relative=False,
         learned=True,
     )
@@ -128,12 +127,11 @@ class LieRE(PositionEncoding):
 
     def blocks(self, coords: Tensor) -> Tensor:
         """Group elements. Shape: ``(B or 1, N, A)`` to ``(B or 1, heads or 1, N, m, g, g)``."""
-        # the few numbers of the triangle are summed over the axes, not whole matrices; block index before tokens, as
-        # applied
-        entries = coords[:, None, None, :, :1] * self.generators[0][..., None, :]
+        # the few numbers of the triangle are summed over the axes, not whole matrices
+        entries = coords[:, None, :, None, :1] * self.generators[0][:, None]  # (B or 1, heads or 1, N, m, triangle)
         for axis in range(1, self.axes):
-            entries = entries + coords[:, None, None, :, axis : axis + 1] * self.generators[axis][..., None, :]
-        return matrix_exp(skew_from_upper(entries, self.generator_dim)).transpose(2, 3)
+            entries = entries + coords[:, None, :, None, axis : axis + 1] * self.generators[axis][:, None]
+        return matrix_exp(skew_from_upper(entries, self.generator_dim))
 
     def transform_qkv(
         self, q: Tensor, k: Tensor, v: Tensor, prepared: tuple[Rotation | Tensor, int], x: Tensor | None = None

@@ -100,17 +100,17 @@ def rodrigues(generators: Tensor, amounts: Tensor) -> Tensor:
     """``exp(u G)`` for ``3 x 3`` skew matrices in closed form.
 
     Shape:
-        generators ``(K, 3, 3)``, amounts ``(K, n)``; returns ``(K, n, 3, 3)``.
+        generators ``(..., 3, 3)``, amounts broadcastable to ``(...)``; returns ``(..., 3, 3)``.
     """
     with _no_autocast(generators):
         square = torch.matmul(generators, generators)
     # the tiny constant keeps the derivative of the length finite (zero) at G = 0
-    length = (upper_from_square(generators).square().sum(-1, keepdim=True) + 1e-30).sqrt()
+    length = (upper_from_square(generators).square().sum(-1) + 1e-30).sqrt()
     turn = amounts * length
-    one = (amounts * torch.sinc(turn / torch.pi))[..., None, None]
-    two = (amounts.square() / 2 * torch.sinc(turn / (2 * torch.pi)).square())[..., None, None]
+    one = amounts * torch.sinc(turn / torch.pi)
+    two = amounts.square() / 2 * torch.sinc(turn / (2 * torch.pi)).square()
     eye = torch.eye(3, dtype=generators.dtype, device=generators.device)
-    return eye + one * generators[:, None] + two * square[:, None]
+    return eye + one[..., None, None] * generators + two[..., None, None] * square
 
 
 class _PlaneExponentials(torch.autograd.Function):
@@ -189,26 +189,22 @@ def commuting_exponentials(generators: Tensor, amounts: Tensor, method: str = "a
             f"amounts: expected {generators.shape[-3]} blocks in the last dimension, got {tuple(amounts.shape)} for "
             f"generators {tuple(generators.shape)}"
         )
-    size = generators.shape[-1]
-    heads = max(generators.shape[0], amounts.shape[1])
-    # (heads, m) first: one small matrix product builds the table of a block, and the application reads it in this order
-    amounts = amounts.permute(1, 3, 0, 2).expand(heads, -1, -1, -1)
-    batch, tokens = amounts.shape[2:]
-    generators = generators.expand(heads, -1, -1, -1).flatten(0, 1)
-    flat = amounts.flatten(2).flatten(0, 1)
-    dtype = torch.promote_types(torch.promote_types(generators.dtype, flat.dtype), torch.float32)
-    generators, flat = generators.to(dtype), flat.to(dtype)
+    dtype = torch.promote_types(torch.promote_types(generators.dtype, amounts.dtype), torch.float32)
+    # the application multiplies rows by R^T = exp(-u G): that is what should lie contiguous in memory
+    generators, back = generators.to(dtype), -amounts.to(dtype)
     if method == "auto":
-        method = "rodrigues" if size == 3 else "matrix_exp" if _real_form_wanted() else "planes"
+        method = "rodrigues" if generators.shape[-1] == 3 else "matrix_exp" if _real_form_wanted() else "planes"
     if method == "rodrigues":
-        blocks = rodrigues(generators, flat)
-    elif method == "matrix_exp":
-        blocks = matrix_exp(flat[..., None, None] * generators[:, None])
-    else:
-        with _no_autocast(flat):
-            blocks = _PlaneExponentials.apply(generators, flat)
-    blocks = blocks.unflatten(0, (heads, -1)).unflatten(2, (batch, tokens))
-    return blocks.permute(2, 0, 3, 1, 4, 5)
+        return rodrigues(generators[:, None], back).mT
+    if method == "matrix_exp":
+        return matrix_exp(back[..., None, None] * generators[:, None]).mT
+    heads = max(generators.shape[0], back.shape[1])
+    batch, _, tokens, count = back.shape
+    flat = back.permute(1, 3, 0, 2).expand(heads, -1, -1, -1).flatten(2).flatten(0, 1)  # (heads m, B N)
+    with _no_autocast(flat):
+        blocks = _PlaneExponentials.apply(generators.expand(heads, -1, -1, -1).flatten(0, 1), flat)
+    blocks = blocks.unflatten(0, (heads, count)).unflatten(2, (batch, tokens))
+    return blocks.permute(2, 0, 3, 1, 4, 5).contiguous().mT
 
 
 def raster_exponentials(generators: Tensor, directions: Tensor, ticks: Sequence[Tensor]) -> Tensor:
@@ -227,13 +223,13 @@ def raster_exponentials(generators: Tensor, directions: Tensor, ticks: Sequence[
     """
     product: Tensor | None = None
     for axis, tick in enumerate(ticks):
-        amount = directions[axis][..., None] * tick  # (heads or 1, m, n)
-        factor = matrix_exp(amount[..., None, None] * generators[:, :, None])
+        amount = -tick[:, None] * directions[axis][:, None]  # (heads or 1, n, m)
+        factor = matrix_exp(amount[..., None, None] * generators[:, None])
         if product is None:
             product = factor
             continue
         with _no_autocast(factor):
-            product = torch.matmul(product[:, :, :, None], factor[:, :, None]).flatten(2, 3)
+            product = torch.matmul(product[:, :, None], factor[:, None]).flatten(1, 2)
     if product is None:
         raise ValueError("ticks: expected at least one axis")
-    return product.transpose(1, 2)[None]
+    return product[None].mT
