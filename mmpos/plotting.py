@@ -128,8 +128,9 @@ def probe_encoding(
             panels += probe.kernel()
         if any(overrides(e, "logit_bias") for e in encodings):
             panels += probe.bias()
-        if not panels and any(overrides(e, hook) for e in encodings for hook in ("attend", "transform_output")):
-            panels += probe.attention()
+        silent = all(not panel.values.nan_to_num().any() for panel in panels)
+        if silent and any(overrides(e, hook) for e in encodings for hook in ("attend", "transform_output")):
+            panels = probe.attention()
         return panels
     finally:
         stack.train(training)
@@ -163,9 +164,18 @@ class _Probe:
         """Cosine of the vector that is added at the reference with those added elsewhere."""
         count, prefix = self.positions.num_tokens, self.positions.num_prefix
         zeros = torch.zeros(1, count, self.encoding.dim, device=self.positions.coords.device)
-        table = self.stack.add_to_tokens(zeros, self.positions)[0, prefix:]
+        table = self.stack.add_to_tokens(zeros, self.positions, image=self.grey())[0, prefix:]
         cosine = F.cosine_similarity(table[self.centre][None], table, dim=-1)
         return [self.panel("similarity of the added vectors", "", cosine, "cosine with the reference")]
+
+    def grey(self) -> Tensor | None:
+        """An image without content, for encodings that read one and say its patch size and channels."""
+        for e in self.stack.encodings_of(self.layer):
+            if e.needs_image:
+                patch, channels = getattr(e, "patch_size", (16, 16)), getattr(e, "channels", 3)
+                height, width = (size * side for size, side in zip(self.grid, patch, strict=True))
+                return torch.zeros(1, channels, height, width, device=self.positions.coords.device)
+        return None
 
     def mixing(self) -> list[Panel]:
         """How far a mark on the reference token spreads."""
