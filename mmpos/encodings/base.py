@@ -76,7 +76,8 @@ class PositionEncoding(nn.Module):
 
     facts: ClassVar[Facts]
     name: ClassVar[str] = ""
-    #: parameters that stay in float32 when the model is cast to half precision (frequencies: 8 bits lose the position)
+    #: parameters and buffers that stay in float32 when the model is cast to half precision (frequencies: 8 bits lose
+    # the position)
     fp32_parameters: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -232,7 +233,8 @@ class PositionEncoding(nn.Module):
             )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PositionEncoding:
-        parameters = [p for p in (self._parameters.get(name) for name in self.fp32_parameters) if p is not None]
+        own: dict[str, Tensor | None] = {**self._parameters, **self._buffers}
+        parameters = [p for p in (own.get(name) for name in self.fp32_parameters) if p is not None]
         kept = {id(tensor) for p in parameters for tensor in (p, p.grad) if tensor is not None}
 
         def keep_float32(tensor: Tensor) -> Tensor:

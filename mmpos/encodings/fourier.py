@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmpos.coordinates import unit
 from mmpos.encodings._table import add_to_placed
-from mmpos.encodings.base import Facts, PositionEncoding
+from mmpos.encodings.base import Facts, PositionEncoding, wide_dtype
 from mmpos.encodings.registry import register
 from mmpos.functional.fourier import fourier_features
 from mmpos.positions import Positions
@@ -86,7 +86,7 @@ class LearnableFourier(PositionEncoding):
         self.groups = groups
         self.coordinates = coordinates
         self.init_std = 1 / gamma if init_std is None else init_std
-        self.frequencies = nn.Parameter(torch.empty(features // 2, self.axes // groups))
+        self.frequencies = nn.Parameter(torch.empty(features // 2, self.axes // groups, dtype=wide_dtype()))
         self.hidden = nn.Linear(features, hidden)
         self.out = nn.Linear(hidden, dim // groups)
         self.prefix = nn.Parameter(torch.empty(self.num_prefix, dim)) if embed_prefix else None

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.encodings._parabolic import ParabolicEncoding, Places
-from mmpos.encodings.base import Facts
+from mmpos.encodings.base import Facts, wide_dtype
 from mmpos.encodings.registry import register
 from mmpos.functional.parabolic import key_columns, quadratic_forms, query_columns, query_constant
 from mmpos.positions import Positions
@@ -61,7 +61,7 @@ class PaPE(ParabolicEncoding):
         if parabolas < 1:
             raise ValueError(f"parabolas: expected at least 1, got {parabolas}")
         self.parabolas = parabolas
-        self.axes_map = nn.Parameter(torch.empty(num_heads, parabolas, self.axes))
+        self.axes_map = nn.Parameter(torch.empty(num_heads, parabolas, self.axes, dtype=wide_dtype()))
         self.curvature = nn.Linear(dim, num_heads * parabolas, bias=False)
         self.slope = nn.Linear(dim, num_heads * parabolas, bias=False)
         self.reset_parameters()
