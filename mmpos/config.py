@@ -146,9 +146,12 @@ class TrainConfig:
 
 @dataclass
 class EvaluateConfig:
-    """The whole configuration of ``evaluate.py``: a run folder, or a checkpoint with model, encoding and data."""
+    """The whole configuration of ``evaluate.py``: a run folder, or a checkpoint with model, encoding and data.
 
-    encoding: EncodingConfig = field(default_factory=EncodingConfig)
+    The encoding ``own`` is whatever the timm model comes with.
+    """
+
+    encoding: EncodingConfig = field(default_factory=lambda: EncodingConfig(name="own"))
     model: ModelConfig = field(default_factory=ModelConfig)
     data: dict[str, Any] = field(default_factory=dict)
     evaluation: dict[str, Any] = field(default_factory=dict)

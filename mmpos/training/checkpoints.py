@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,12 @@ def read_checkpoint(path: Path | str) -> dict[str, Any]:
 
             return {"state_dict": load_file(path)}
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except pickle.UnpicklingError as error:  # torch's own message advises to allow pickled code
         raise ValueError(
-            f"checkpoint: {path} cannot be read, it is damaged or not a checkpoint of weights ({error}){hint}"
+            f"checkpoint: {path} cannot be read, it is damaged or holds more than weights{hint}"
         ) from error
-    except Exception as error:  # safetensors raises a type of its own
-        raise ValueError(f"checkpoint: {path} cannot be read ({type(error).__name__}: {error}){hint}") from error
+    except Exception as error:  # zip, pickle and safetensors each raise types of their own
+        raise ValueError(f"checkpoint: {path} cannot be read, it is damaged ({_first_line(error)}){hint}") from error
     if not isinstance(content, dict):
         raise ValueError(f"checkpoint: {path} holds a {type(content).__name__}, expected a dict of tensors{hint}")
     return content
@@ -81,3 +80,7 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
             "and their options to those of the checkpoint"
         )
     model.load_state_dict(state)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:160]

@@ -81,7 +81,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     for name, schema in SECTIONS.items():
         if name in config:
             attempt(check_keys, name, config[name], schema)
-    for name, options in attempt(encoding_specs, config["encoding"]) or []:
+    own = config["encoding"]["name"] == "own"  # evaluate.py: the encoding a timm model comes with
+    for name, options in [] if own else attempt(encoding_specs, config["encoding"]) or []:
         known = attempt(encoding_options, name)
         unknown = [] if known is None else sorted(set(options) - set(known))
         if unknown:
@@ -119,19 +120,12 @@ def build_model(config: Mapping[str, Any], data: Any) -> nn.Module:
     from mmpos.models import create_vit
 
     model = config["model"]
-    specs = encoding_specs(config["encoding"])
     options = dict(model.get("options") or {})
     if model.get("patch_size") is not None:
         options["patch_size"] = model["patch_size"]
-    encoding: Any
-    if len(specs) == 1:
-        encoding, encoding_options = specs[0]
-    else:
-        encoding, encoding_options = specs, {}
     vit = create_vit(
         model["name"],
-        encoding=encoding,
-        encoding_options=encoding_options,
+        encoding=encoding_specs(config["encoding"]),
         image_size=data.image_size,
         in_chans=data.in_chans,
         num_classes=data.num_classes,
@@ -285,8 +279,8 @@ def train(
     )
     if single_process and trainer.num_devices > 1 and not _launched_outside(trainer):
         raise ValueError(
-            f"trainer.devices: {trainer.num_devices} processes inside a multi-run (-m) would each start the sweep again; use "
-            "one device per job, start the jobs one by one, or launch with torchrun or a cluster launcher "
+            f"trainer.devices: {trainer.num_devices} processes inside a multi-run (-m) would each start the sweep again; "
+            "use one device per job, start the jobs one by one, or launch with torchrun or a cluster launcher "
             "(hydra/launcher=submitit_slurm)"
         )
     if trainer.is_global_zero:
@@ -355,19 +349,23 @@ def evaluate(
         return
     if name != "resolution":
         raise ValueError(f"evaluation.name: expected 'resolution' or 'none', got {name!r}")
-    from mmpos.evaluation import run_resolution
+    from mmpos.evaluation.checkpoint import evaluate_checkpoint
 
-    model = build_model({**config, "model": {**config["model"], "checkpoint": None}}, data)
-    load_weights(model, checkpoint)
     own_sizes = evaluation.pop("sizes", None)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    run_resolution(
-        model.to(device).eval(),
-        data,
-        sizes or config.get("sizes") or own_sizes,
-        encoding_name=config["encoding"]["name"],
+    names = [] if config["encoding"]["name"] == "own" else encoding_specs(config["encoding"])
+    model = config["model"]
+    patch = {} if model.get("patch_size") is None else {"patch_size": model["patch_size"]}
+    evaluate_checkpoint(
+        checkpoint,
+        model=model["name"],
+        data=data,
         output_dir=folder,
+        sizes=sizes or config.get("sizes") or own_sizes,
+        encoding=names or None,
+        model_options={**patch, **dict(model.get("options") or {})},
+        device=device,
         config=config,
         **{"command": command, **evaluation},
     )
@@ -394,7 +392,6 @@ def evaluate_run(config: Mapping[str, Any], folder: Path, changed: Mapping[str, 
             if changed is None
             else f"run: {config['run']} has no checkpoint yet; continue it with python train.py resume={config['run']}"
         )
-    read_checkpoint(checkpoint)
     evaluate(
         {**source, "evaluation": config["evaluation"]},
         build_data(source),

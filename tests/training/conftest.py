@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ import torch
 
 from mmpos.config import compose
 
+ROOT = Path(__file__).parents[2]
 SMALL = [
     "data=fake",
     "data.train_count=48",
@@ -53,3 +58,20 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     from mmpos.training.checkpoints import model_state, read_checkpoint
 
     return model_state(read_checkpoint(folder / "checkpoints" / "last.ckpt"))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """Loss of every step in ``metrics.csv``."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        return {
+            int(row["step"]): float(row["train/loss_step"]) for row in csv.DictReader(file) if row["train/loss_step"]
+        }
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``train.py`` in a process of its own, from ``folder``, as a user does."""
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name in ("MASTER_PORT", "LOCAL_RANK", "WORLD_SIZE", "NODE_RANK", "PL_GLOBAL_SEED"):
+        environment.pop(name, None)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-import csv
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import torch
 
 from mmpos.training.checkpoints import newest_checkpoint
 from mmpos.training.run import train
-from tests.training.conftest import weights
+from tests.training.conftest import ROOT, SMALL, launch, losses, weights
 
 
 class Killed(BaseException):
@@ -30,9 +34,10 @@ def train_until(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], folder:
             raise Killed
         return original(self, batch, batch_idx)
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(Classifier, "training_step", training_step)
-        train(config, folder)
+        with pytest.raises(Killed):
+            train(config, folder)
 
 
 @pytest.mark.parametrize(
@@ -67,9 +72,32 @@ def test_resumed_run_ends_like_an_uninterrupted_one(
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """Loss of every step in ``metrics.csv``."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        return {
-            int(row["step"]): float(row["train/loss_step"]) for row in csv.DictReader(file) if row["train/loss_step"]
-        }
+@pytest.mark.slow
+def test_killed_process_resumes_exactly(tmp_path: Path) -> None:
+    """The same with a real process and SIGKILL in the middle of an epoch, through the command line."""
+    every = (*SMALL, "trainer.max_epochs=3", "callbacks.checkpoint_every_n_steps=2", "data.train_count=400")
+    whole = launch(tmp_path, *every, "hydra.run.dir=whole")
+    assert whole.returncode == 0, whole.stderr[-3000:]
+    command = [sys.executable, str(ROOT / "train.py"), *every, f"hydra.run.dir={tmp_path / 'cut'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    checkpoint = tmp_path / "cut" / "checkpoints" / "last.ckpt"
+    while process.poll() is None:
+        if checkpoint.is_file() and read_step(checkpoint) >= 60:  # 50 steps an epoch
+            process.kill()
+            break
+        time.sleep(0.01)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it could be killed"
+    resumed = launch(tmp_path, "resume=cut")
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "nothing changed" in resumed.stdout
+    expected, got = weights(tmp_path / "whole"), weights(tmp_path / "cut")
+    for name in expected:
+        assert torch.equal(expected[name], got[name]), name
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def read_step(checkpoint: Path) -> int:
+    """Optimizer steps behind a checkpoint; it is replaced in one move, so it can be read at any time."""
+    return int(torch.load(checkpoint, weights_only=True)["global_step"])

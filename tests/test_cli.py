@@ -1,0 +1,129 @@
+"""The commands: ``mmpos`` in this process, ``train.py`` and ``evaluate.py`` as a user calls them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mmpos import list_encodings
+from mmpos.cli import _described, main
+from mmpos.encodings import encoding_class, encoding_options
+from tests.training.conftest import SMALL, launch
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_list_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    for name in list_encodings():
+        assert re.search(rf"\b{name}\b", out), name
+
+
+def test_show_tells_facts_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "rope_axial"]) == 0
+    out = capsys.readouterr().out
+    assert "arXiv 2403.13298" in out
+    assert "a multiple of 2 x axes" in out
+    for option, default in encoding_options("rope_axial").items():
+        assert re.search(rf"\b{option}\b.*{re.escape(repr(default))}", out), option
+    assert "base of the ladder" in out
+    assert "rescaled" in out
+
+
+@pytest.mark.parametrize("name", list_encodings())
+def test_show_works_for_every_encoding_and_describes_every_option(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", name]) == 0
+    assert encoding_class(name).facts.title in capsys.readouterr().out.replace("\n", " ")
+    missing = set(encoding_options(name)) - set(_described(encoding_class(name)))
+    assert not missing, f"options of {name} without a line in the Args of its docstring: {missing}"
+
+
+def test_tables_work_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert main(["show", "none"]) == 0
+    assert "control" in capsys.readouterr().out
+
+
+def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "picture.png"
+    assert main(["plot", "rope_axial", "--grid", "5x7", "--output", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.strip() == str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show", "rope_mixd"], "did you mean 'rope_mixed'"),
+        (["plot", "rope_mixed", "--grid", "14by14"], "--grid: expected sizes such as 14x14, got '14by14'"),
+        (["readme", "nowhere"], "holds no finished run"),
+    ],
+)
+def test_wrong_arguments_end_with_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    assert "vit_ropemixed " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_study_compares_skips_what_is_done_and_refreshes_readmes(tmp_path: Path) -> None:
+    study = ("hydra.sweep.dir=study", "evaluation=resolution", "sizes=[16,24]", "trainer.max_epochs=1")
+    out = launch(tmp_path, "-m", *SMALL, *study, "encoding=none,sincos", "seed=0,1")
+    assert out.returncode == 0, out.stderr[-3000:]
+    summaries = sorted((tmp_path / "study").rglob("summary.json"))
+    assert len(summaries) == 4
+    assert list((tmp_path / "study").glob("comparison*"))
+    before = [path.stat().st_mtime_ns for path in summaries]
+    summaries[0].unlink()
+    again = launch(tmp_path, "-m", *SMALL, *study, "encoding=none,sincos", "seed=0,1")
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert again.stdout.count("is finished already; skipped") == 3
+    assert summaries[0].is_file()
+    assert [path.stat().st_mtime_ns for path in summaries[1:]] == before[1:]
+    other = launch(
+        tmp_path, "-m", *SMALL, *study, "encoding=none", "seed=0", "optimizer.lr=0.1", "hydra.sweep.subdir=x"
+    )
+    assert other.returncode == 0, other.stderr[-3000:]
+    clash = launch(tmp_path, "-m", *SMALL, *study, "encoding=none", "seed=0", "hydra.sweep.subdir=x")
+    assert clash.returncode != 0
+    assert "optimizer.lr: 0.1 -> 0.001" in clash.stderr
+
+
+@pytest.mark.slow
+def test_train_evaluate_and_resume_from_another_directory(tmp_path: Path) -> None:
+    out = launch(tmp_path, *SMALL, "trainer.max_epochs=1", "hydra.run.dir=run", "evaluation=resolution", "sizes=[16]")
+    assert out.returncode == 0, out.stderr[-3000:]
+    evaluated = subprocess.run(
+        [sys.executable, str(ROOT / "evaluate.py"), "run=run", "evaluation=resolution", "sizes=[16,24]"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert evaluated.returncode == 0, evaluated.stderr[-3000:]
+    assert ",24,rescaled,accuracy," in (tmp_path / "run" / "results.csv").read_text()
+    longer = launch(tmp_path, "resume=run", "trainer.max_epochs=2")
+    assert longer.returncode == 0, longer.stderr[-3000:]
+    assert "trainer.max_epochs: 1 -> 2" in longer.stdout
+    assert "epoch   2/2" in longer.stdout
+    for arguments, message in (
+        (("resume=nowhere",), "nowhere holds no config.yaml"),
+        (("resume=run", "recipe=vit_none"), "recipe: cannot change"),
+        (("resume=run", "data.batch_size=4"), "global_batch"),
+    ):
+        failed = launch(tmp_path, *arguments)
+        assert failed.returncode != 0
+        assert message in failed.stderr
