@@ -1,4 +1,7 @@
-"""No position encoding: the control of every comparison. Attention without it cannot tell one order of tokens from another."""
+"""No position encoding.
+
+The control of every comparison. Attention without it cannot tell one order of tokens from another.
+"""
 
 from __future__ import annotations
 
