@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmpos.attention import attend
 from mmpos.encodings import LayerState
 
-__all__ = ["AttentionInput", "attention_forward", "attention_modules", "join_causal"]
+__all__ = ["AttentionInput", "attention_forward", "attention_modules", "join_causal", "merge_heads"]
 
 
 class AttentionInput(NamedTuple):
@@ -87,12 +87,22 @@ def attention_forward(
         dropout_p=attn.attn_drop.p if attn.training else 0.0,
         plain=not attn.fused_attn,
     )
-    out = out.transpose(1, 2).flatten(2)
+    out = merge_heads(out)
     if hasattr(attn, "norm"):
         out = attn.norm(out)
     if gate is not None:
         out = out * gate(x).sigmoid()
     return attn.proj_drop(attn.proj(out))
+
+
+def merge_heads(out: Tensor) -> Tensor:
+    """Heads side by side. Shape: ``(B, heads, L, d)`` to ``(B, L, heads d)``."""
+    out = out.transpose(1, 2)
+    if torch.compiler.is_exporting():
+        # the fused kernel returns a layout that needs no copy here, and an exported graph would rely on it, but a
+        # decomposition of attention (ONNX) returns another one
+        out = out.clone(memory_format=torch.contiguous_format)
+    return out.flatten(2)
 
 
 def join_causal(mask: Tensor | None, is_causal: bool, x: Tensor) -> Tensor | None:

@@ -24,7 +24,7 @@ from mmpos.adapters._attachment import (
     require,
     with_model_facts,
 )
-from mmpos.adapters._timm_attention import AttentionInput
+from mmpos.adapters._timm_attention import AttentionInput, merge_heads
 from mmpos.adapters._timm_forward import check_image, positions_of
 from mmpos.attention import attend
 from mmpos.encodings import EncodingStack
@@ -147,7 +147,7 @@ def _block_attention(
     """Self-attention of a ``ResidualAttentionBlock``, whose attention is an ``nn.MultiheadAttention``."""
     attn = block.attn
     out = _attend(attn, q_x, attn_mask, attn.dropout if block.training else 0.0)
-    return attn.out_proj(out.transpose(1, 2).flatten(2))
+    return attn.out_proj(merge_heads(out))
 
 
 def _custom_attention(attn: Any, x: Tensor, attn_mask: AttentionInput | None = None) -> Tensor:
@@ -155,7 +155,7 @@ def _custom_attention(attn: Any, x: Tensor, attn_mask: AttentionInput | None = N
     out = _attend(attn, x, attn_mask, attn.attn_drop.p if attn.training else 0.0, attn.ln_q, attn.ln_k)
     if attn.head_scale is not None:
         out = out * attn.head_scale
-    return attn.out_drop(attn.out_proj(attn.ln_inner(out.transpose(1, 2).flatten(2))))
+    return attn.out_drop(attn.out_proj(attn.ln_inner(merge_heads(out))))
 
 
 def _attend(

@@ -19,7 +19,8 @@ __all__ = ["axis_sum", "cross_key_side", "cross_mass", "cross_query_side", "cros
 
 def per_token(codes: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
     """Rows of a code table for every token of a raster. Shape: codes ``(n, n')``; returns ``(prod(sizes), n')``."""
-    coordinate = torch.arange(math.prod(sizes), device=codes.device) // math.prod(sizes[axis + 1 :]) % sizes[axis]
+    places = torch.arange(math.prod(sizes), device=codes.device) // math.prod(sizes[axis + 1 :])
+    coordinate = places - places // sizes[axis] * sizes[axis]  # the remainder; ONNX has none for a symbolic size
     return codes.index_select(0, coordinate)
 
 
