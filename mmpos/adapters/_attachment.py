@@ -31,7 +31,7 @@ class Attachment:
 
     Args:
         mode: ``remove``, ``keep`` or ``adopt``.
-        grid: patches of the model's table when it was attached, height before width.
+        grid: patches of the model's table when it was attached, height before width (of a video, frames first).
         own: the model's own encodings, table and rotary module, by attribute name; they are not parameters meanwhile.
         table_name: which of them is the table.
         methods: attributes put on the model.
@@ -40,7 +40,7 @@ class Attachment:
     """
 
     mode: str
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     own: dict[str, Any]
     table_name: str
     methods: tuple[str, ...] = ()
@@ -122,6 +122,7 @@ def build_stack(
     per_layer: bool | None,
     options: dict[str, Any],
     like: Tensor,
+    axes: int = 2,
 ) -> EncodingStack:
     """A stack for a model of these sizes, placed and cast as ``like``; a ready stack is checked against them."""
     if isinstance(encoding, EncodingStack):
@@ -131,7 +132,8 @@ def build_stack(
                 "create_encoding"
             )
         stack = encoding
-        _check_stack(stack, dim=dim, num_heads=num_heads, head_dim=head_dim, depth=depth, num_prefix=num_prefix)
+        facts = {"axes": axes, "dim": dim, "num_heads": num_heads, "head_dim": head_dim, "num_prefix": num_prefix}
+        _check_stack(stack, depth=depth, **facts)
     else:
         with torch.device(like.device):
             stack = create_encoding(
@@ -140,7 +142,7 @@ def build_stack(
                 num_heads,
                 depth,
                 head_dim=head_dim,
-                axes=2,
+                axes=axes,
                 num_prefix=num_prefix,
                 train_grid=train_grid,
                 per_layer=per_layer,
@@ -153,7 +155,7 @@ def _check_stack(stack: EncodingStack, *, depth: int, **expected: int) -> None:
     if stack.depth != depth:
         raise ValueError(f"encoding: the model has {depth} blocks, the stack was built for depth {stack.depth}")
     for encoding in stack.encodings_of(0):
-        for name, value in {"axes": 2, **expected}.items():
+        for name, value in expected.items():
             if getattr(encoding, name) != value:
                 raise ValueError(
                     f"encoding: {encoding.name} was built for {name}={getattr(encoding, name)}, the model has {name}="
@@ -175,7 +177,7 @@ def with_model_facts(encoding: Any, facts: Mapping[str, Any]) -> Any:
     return specs[0] if single else specs
 
 
-def adopt_table(stack: EncodingStack, own: Tensor | None, grid: tuple[int, int]) -> None:
+def adopt_table(stack: EncodingStack, own: Tensor | None, grid: tuple[int, ...]) -> None:
     """Hand a model's table ``(1, rows, D)`` or ``(rows, D)`` to the encoding ``learned``."""
     learned: Any = dict(stack.shared.items()).get("learned")
     if learned is None or own is None:

@@ -6,6 +6,7 @@ bound to one instance by :func:`mmpos.adapters.timm.attach`; no class and no mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ def forward(
     points).
 
     Shape:
-        x ``(B, channels, height, width)``; returns ``(B, num_classes)``.
+        x ``(B, channels, height, width)``, of videos ``(B, channels, frames, height, width)``; returns
+        ``(B, num_classes)``.
     """
     tokens, positions, _ = _encode(vit, x, attn_mask, is_causal, positions)
     return forward_head(vit, vit.norm(tokens), positions=positions)
@@ -93,7 +95,7 @@ def forward_intermediates(
     prefixes = [y[:, :prefix] for y in kept] if prefix else None
     outputs: list[Any] = [y[:, prefix:] for y in kept]
     if output_fmt == "NCHW":
-        if not positions.is_raster and outputs[0].shape[1] != grid[0] * grid[1]:
+        if not positions.is_raster and outputs[0].shape[1] != math.prod(grid):
             raise ValueError(
                 f"output_fmt: 'NCHW' needs every patch of the {tuple(grid)} grid, got {positions.num_placed} "
                 "tokens; use 'NLC'"
@@ -122,7 +124,7 @@ def _encode(
     positions: Positions | None,
     on_block: OnBlock | None = None,
     count: int | None = None,
-) -> tuple[Tensor, Positions, tuple[int, int]]:
+) -> tuple[Tensor, Positions, tuple[int, ...]]:
     """Everything up to the last block. Returns tokens before the final norm, their positions and the grid."""
     stack: EncodingStack = vit.position_encoding
     patches, grid = _patches(vit, x)
@@ -151,22 +153,28 @@ def _run_block(vit: Any, block: Any, tokens: Tensor, inputs: AttentionInput, rop
     return checkpoint(call, tokens, use_reentrant=False) if vit.grad_checkpointing else call(tokens)
 
 
-def _patches(vit: Any, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
-    """Patch embeddings ``(B, H W, D)`` and the grid ``(H, W)``."""
+def _patches(vit: Any, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Patch embeddings ``(B, N, D)`` and the grid they form, ``(H, W)`` or of videos ``(T, H, W)``."""
     embed = vit.patch_embed
     fixed = embed.img_size if embed.strict_img_size else None
     check_image(x, embed.patch_size, fixed=fixed, pads=embed.dynamic_img_pad)
     patches = embed(x)
-    if patches.dim() == 4:  # dynamic image size: NHWC
-        return patches.flatten(1, 2), (patches.shape[1], patches.shape[2])
+    if patches.dim() > 3:  # dynamic size: (B, *grid, D)
+        return patches.flatten(1, -2), tuple(patches.shape[1:-1])
     return patches, tuple(embed.grid_size)
 
 
 def check_image(
-    x: Tensor, patch_size: tuple[int, int], *, fixed: tuple[int, int] | None = None, pads: bool = False
+    x: Tensor, patch_size: tuple[int, ...], *, fixed: tuple[int, int] | None = None, pads: bool = False
 ) -> None:
-    """Raise unless an image is made of whole patches and has the size of a model that takes only one."""
+    """Raise unless an image is made of whole patches and has the size of a model that takes only one.
+
+    A patch of three sizes is a tubelet, and ``x`` are videos.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return
+    if len(patch_size) == 3:
+        check_video(x, (patch_size[0], patch_size[1], patch_size[2]))
         return
     height, width = x.shape[-2:]
     patch_h, patch_w = patch_size
@@ -186,8 +194,24 @@ def check_image(
         )
 
 
+def check_video(x: Tensor, tubelet: tuple[int, int, int]) -> None:
+    """Raise unless a batch of videos is made of whole tubelets."""
+    if x.dim() != 5:
+        raise ValueError(
+            f"x: this model takes videos (B, channels, frames, height, width), got {tuple(x.shape)}; add an axis for "
+            "the frames"
+        )
+    sizes = tuple(x.shape[-3:])
+    if any(size < part or size % part for size, part in zip(sizes, tubelet, strict=True)):
+        fitting = tuple(max(size // part, 1) * part for size, part in zip(sizes, tubelet, strict=True))
+        raise ValueError(
+            f"x: expected frames, height and width divisible by the tubelet {tubelet}, got {sizes}; for example "
+            f"{fitting}"
+        )
+
+
 def positions_of(
-    grid: tuple[int, int], prefix: int, positions: Positions | None, device: torch.device | str
+    grid: tuple[int, ...], prefix: int, positions: Positions | None, device: torch.device | str
 ) -> Positions:
     """Positions of an image's patches: the caller's, checked against the image, or its whole raster."""
     if positions is None:
@@ -203,7 +227,7 @@ def positions_of(
     return positions.with_prefix(prefix)
 
 
-def _add_prefix_and_table(vit: Any, patches: Tensor, grid: tuple[int, int], positions: Positions) -> Tensor:
+def _add_prefix_and_table(vit: Any, patches: Tensor, grid: tuple[int, ...], positions: Positions) -> Tensor:
     """Prefix tokens in front, the model's own table where it is kept, and only the patches that have a position."""
     batch = patches.shape[0]
     tokens = [getattr(vit, name, None) for name in ("cls_token", "dist_token", "reg_token")]
@@ -241,7 +265,7 @@ def _drop_patches(vit: Any, tokens: Tensor, positions: Positions) -> tuple[Tenso
     return torch.cat([tokens[:, :prefix], chosen], dim=1), positions.take(keep)
 
 
-def _own_rope_tables(vit: Any, grid: tuple[int, int], positions: Positions) -> list[Tensor] | None:
+def _own_rope_tables(vit: Any, grid: tuple[int, ...], positions: Positions) -> list[Tensor] | None:
     """Tables of the rotary encoding the model came with, one per block, when the attachment keeps it."""
     own = getattr(vit, "rope", None)
     if own is None:

@@ -48,7 +48,8 @@ def attach(
             aside, so that the requested encoding and only it acts; ``keep`` leaves both acting next to it; ``adopt``
             hands the table to the encoding ``learned``, which starts from it and leaves the outputs of the model as
             they were.
-        train_grid: patches of the training images, height before width; default the model's current grid.
+        train_grid: patches of the training images, height before width (of videos frames first); default the model's
+            current grid. The encoding gets as many axes as the patch embedding has.
         per_layer: whether each layer owns its parameters; default as the method says.
         options: options of a single encoding.
 
@@ -76,8 +77,9 @@ def attach(
         per_layer=per_layer,
         options=options,
         like=_like(vit),
+        axes=len(grid),
     )
-    record = Attachment(pos_embed, (grid[0], grid[1]), own, "pos_embed", layers=attentions)
+    record = Attachment(pos_embed, grid, own, "pos_embed", layers=attentions)
     record.bind(vit, stack, _METHODS, attention_forward)
     return vit
 

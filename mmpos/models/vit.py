@@ -107,7 +107,7 @@ def initialise(vit: Any) -> None:
     for module in vit.modules():
         if module in of_the_encoding:
             continue
-        if isinstance(module, (nn.Linear, nn.Conv2d)):
+        if isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv3d)):
             nn.init.xavier_uniform_(module.weight.flatten(1))
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
