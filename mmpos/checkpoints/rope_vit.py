@@ -34,7 +34,7 @@ def rope_mixed_freqs(freqs: Tensor, *, depth: int, num_heads: int) -> list[Tenso
 def rope_vit_state_dict(
     weights: Mapping[str, Tensor], *, num_heads: int, into: str = "vit", stack: str = "position_encoding"
 ) -> dict[str, Tensor]:
-    """State dict of a rope-vit or timm ``*_rope_*`` model for a timm ViT with ``rope_axial`` or ``rope_mixed`` attached.
+    """State dict of a rope-vit or timm ``*_rope_*`` model for a ViT with ``rope_axial`` or ``rope_mixed`` attached.
 
     Attach ``("rope_axial", {"theta": 100.0})`` for the axial models and ``"rope_mixed"`` for the mixed ones; where the
     model also has a table (``*_ape_*``), attach with ``pos_embed="keep"``. Derived tables are left out.
