@@ -127,7 +127,7 @@ class FunctionalBias(PositionEncoding):
             ratios = [log_ratio(d, self._reach(d, positions), self.c) for d in maps]
             with torch.autocast(positions.coords.device.type, enabled=False):
                 values = torch.stack(ratios, -1).to(self.fc1.weight.dtype)
-                bias = self.fc2(torch.relu(self.fc1(values))).movedim(-1, 1)
+                bias = self.fc2(torch.relu(self.fc1(values))).movedim(-1, 1).contiguous()
         else:
             # the lower bound keeps the bias a penalty; a power above 2 is no longer a valid kernel
             high = 2.0 if self.kind == "kerple_power" else None

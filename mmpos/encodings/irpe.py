@@ -230,9 +230,11 @@ class Irpe(PositionEncoding):
         """What is added to the logits, ``(B or 1, heads or 1, L, L)``; ``None`` when only values have a table."""
         if self.mode == "bias":
             return self._static(prepared)
-        scale = self.head_dim**-0.5
-        key_side, query_side = self._used(self.table_k, prepared, q.dtype), self._used(self.table_q, prepared, q.dtype)
-        return self._combine(q * scale, k * scale, key_side, query_side, prepared, self._indices(prepared))
+        key_side, query_side = (
+            self._scaled(self.table_k, prepared, q.dtype),
+            self._scaled(self.table_q, prepared, q.dtype),
+        )
+        return self._combine(q, k, key_side, query_side, prepared, self._indices(prepared))
 
     def attend(
         self,
@@ -251,8 +253,8 @@ class Irpe(PositionEncoding):
         """
         assert self.table_v is not None
         tables = [
-            self._used(self.table_q, prepared, q.dtype),
-            self._used(self.table_k, prepared, q.dtype),
+            self._scaled(self.table_q, prepared, q.dtype),
+            self._scaled(self.table_k, prepared, q.dtype),
             self._used(self.table_v, prepared, q.dtype, dim=-2),
         ]
         indices = self._indices(prepared)
@@ -279,15 +281,13 @@ class Irpe(PositionEncoding):
         scale: float,
         dropout_p: float,
     ) -> Tensor:
-        factor = self.head_dim**-0.5
-        scaled = q * factor
         query_side, key_side, value_side = tables
-        term = self._combine(scaled, k * factor, key_side, query_side, prepared, indices)
-        product = scaled if scale == factor else q * scale
+        term = self._combine(q, k, key_side, query_side, prepared, indices)
         if term is None:
-            logits = torch.matmul(product, k.transpose(-2, -1))
+            logits = torch.matmul(q * scale, k.mT)
         else:
-            logits = torch.baddbmm(term.flatten(0, 1), product.flatten(0, 1), k.flatten(0, 1).mT).view(term.shape)
+            product = torch.baddbmm(term.flatten(0, 1), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
+            logits = product.view(term.shape)
         if bias is not None:
             logits = logits.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else logits + bias
         weights = logits.softmax(-1)
@@ -313,6 +313,10 @@ class Irpe(PositionEncoding):
                 table = torch.cat([table.narrow(dim, low, high - low), table.narrow(dim, self.buckets, end)], dim)
             out.append(table)
         return out
+
+    def _scaled(self, tables: Tensor | None, prepared: Buckets, dtype: torch.dtype) -> list[Tensor]:
+        """Tables that meet queries or keys; the scale of the head goes into the table, which is smaller."""
+        return [table * self.head_dim**-0.5 for table in self._used(tables, prepared, dtype)]
 
     def _indices(self, prepared: Buckets) -> Indices:
         """The index and, where needed, that of the opposite pair, as int64."""

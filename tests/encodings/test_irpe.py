@@ -1,0 +1,306 @@
+"""iRPE against its definition: every pair reads the table row of its offset."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmpos import Positions, attend, create_encoding
+from mmpos.checkpoints import irpe_tables
+from mmpos.encodings import irpe as module
+from mmpos.functional.buckets import BUCKET_METHODS, largest_bucket, piecewise_index
+
+HEADS, WIDTH = 2, 4
+grids = st.tuples(st.integers(1, 5), st.integers(1, 6))
+
+
+def make(num_prefix: int = 0, **options: object):
+    torch.manual_seed(0)
+    stack = create_encoding("irpe", HEADS * WIDTH, HEADS, num_prefix=num_prefix, **options).double()
+    for parameter in stack.parameters():
+        torch.nn.init.normal_(parameter)
+    return stack, stack.layers[0]["irpe"]
+
+
+def content(count: int, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return tuple(torch.randn(3, batch, HEADS, count, WIDTH, generator=generator, dtype=torch.float64))
+
+
+def row(offset: tuple[float, float], method: str, ratio: float, table: int) -> int:
+    """Row of one offset, in plain Python numbers."""
+    largest = largest_bucket(ratio)
+    g = lambda x: int(piecewise_index(torch.tensor(float(x)), ratio, 2 * ratio, 8 * ratio))  # noqa: E731
+    y, x = offset
+    if method == "euclidean":
+        return g(round((y * y + x * x) ** 0.5)) + largest
+    if method == "quantization":
+        return g(y * y + x * x) + largest
+    if method == "cross":
+        return g(offset[table]) + largest
+    return (g(y) + largest) * (2 * largest + 1) + g(x) + largest
+
+
+def definition(encoding, positions: Positions, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The formulas of the paper, one pair at a time."""
+    prefix, count = positions.num_prefix, positions.num_tokens
+    tables = encoding.axes if encoding.method == "cross" else 1
+    out = []
+    for sample in range(q.shape[0]):
+        coords = positions.coords[sample % positions.coords.shape[0]].tolist()
+        rows = torch.full((tables, count, count), encoding.buckets)
+        for i, a in enumerate(coords):
+            for j, b in enumerate(coords):
+                for t in range(tables):
+                    offset = (a[0] - b[0], a[1] - b[1])
+                    rows[t, prefix + i, prefix + j] = row(offset, encoding.method, encoding.ratio, t)
+        scale = WIDTH**-0.5
+        logits = scale * q[sample] @ k[sample].mT
+        values = torch.zeros(HEADS, count, count, WIDTH, dtype=q.dtype)
+        for t in range(tables):
+            if encoding.mode == "bias":
+                if encoding.table_k is not None:
+                    logits = logits + encoding.table_k[t][:, rows[t]]
+                if encoding.table_q is not None:
+                    logits = logits + encoding.table_q[t][:, rows[t].mT]
+                continue
+            if encoding.table_k is not None:
+                logits = logits + torch.einsum(
+                    "hid,hdij->hij", scale * q[sample], spread(encoding.table_k[t])[..., rows[t]]
+                )
+            if encoding.table_q is not None:
+                picked = spread(encoding.table_q[t])[..., rows[t].mT]  # row of (key, query)
+                logits = logits + torch.einsum("hjd,hdij->hij", scale * k[sample], picked)
+            if encoding.table_v is not None:
+                values = values + spread(encoding.table_v[t])[:, rows[t]]
+        weights = logits.softmax(-1)
+        out.append(weights @ v[sample] + torch.einsum("hij,hijd->hid", weights, values))
+    return torch.stack(out)
+
+
+def spread(table: Tensor) -> Tensor:
+    return table.expand(HEADS, *table.shape[1:])
+
+
+@pytest.mark.parametrize("method", BUCKET_METHODS)
+@pytest.mark.parametrize(
+    ("mode", "on"), [("contextual", "qkv"), ("contextual", "q"), ("contextual", "kv"), ("bias", "qk")]
+)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    grid=grids,
+    prefix=st.integers(0, 2),
+    shared=st.booleans(),
+    ratio=st.sampled_from([1.5, 1.9, 3.0, 20.0]),
+    data=st.data(),
+)
+def test_every_path_is_the_definition(method, mode, on, grid, prefix, shared, ratio, data):
+    stack, encoding = make(prefix, method=method, mode=mode, on=on, shared_heads=shared, ratio=ratio)
+    positions = Positions.grid(*grid, num_prefix=prefix)
+    count = positions.num_placed
+    if data.draw(st.booleans(), label="subset"):
+        keep = torch.stack(
+            [torch.randperm(count, generator=torch.Generator().manual_seed(s))[: (count + 1) // 2] for s in (1, 2)]
+        )
+        positions = positions.take(keep)
+    elif data.draw(st.booleans(), label="points"):
+        positions = Positions.points(positions.coords + 0.3, num_prefix=prefix)
+    q, k, v = content(positions.num_tokens)
+    state = stack.prepare(positions)[0]
+    expected = definition(encoding, positions, q, k, v)
+    assert torch.allclose(attend(q, k, v, state), expected, atol=1e-10)  # with gradients: in one piece
+    with torch.no_grad():
+        assert torch.allclose(attend(q, k, v, state), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("method", ["product", "cross"])
+@pytest.mark.parametrize("elements", [1, 60, 10**6])
+def test_slices_of_any_size_agree(method, elements, monkeypatch):
+    monkeypatch.setattr(module, "SLICE_ELEMENTS", elements)
+    stack, _ = make(1, method=method, on="qkv", shared_heads=False)
+    positions = Positions.grid(2, 3, num_prefix=1, mask=torch.tensor([[1, 1, 0, 1, 1, 0], [1] * 6, [0] * 6]).bool())
+    q, k, v = content(7, batch=3)
+    state = stack.prepare(positions)[0]
+    whole = attend(q, k, v, state, plain=True)
+    pairs = torch.ones(7, 7, dtype=torch.bool).tril()
+    with torch.no_grad():
+        assert torch.allclose(attend(q, k, v, state), whole, atol=1e-12)
+        masked = attend(q, k, v, state, mask=pairs)
+        assert torch.allclose(masked, attend(q, k, v, state, mask=pairs, plain=True), atol=1e-12)
+        assert (masked - whole).abs().max() > 1e-3
+
+
+def test_zero_tables_are_plain_attention():
+    stack = create_encoding("irpe", 8, HEADS, num_prefix=1, on="qkv").double()
+    q, k, v = content(7)
+    state = stack.prepare(Positions.grid(2, 3, num_prefix=1))[0]
+    assert torch.allclose(attend(q, k, v, state), attend(q, k, v), atol=1e-12)
+
+
+@pytest.mark.parametrize("method", BUCKET_METHODS)
+def test_shared_tables_are_tables_of_each_head_repeated(method):
+    shared, one = make(1, method=method, on="qkv")
+    each, other = make(1, method=method, on="qkv", shared_heads=False)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            parameter.copy_(getattr(one, name).expand_as(parameter))
+    positions = Positions.grid(3, 4, num_prefix=1)
+    q, k, v = content(13)
+    expected = attend(q, k, v, shared.prepare(positions)[0])
+    assert torch.allclose(attend(q, k, v, each.prepare(positions)[0]), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+def test_cross_is_the_product_of_an_outer_sum(mode):
+    on = "qkv" if mode == "contextual" else "qk"
+    _, cross = make(1, method="cross", mode=mode, on=on, ratio=2.0)
+    product_stack, product = make(1, method="product", mode=mode, on=on, ratio=2.0)
+    with torch.no_grad():
+        for name, parameter in product.named_parameters():
+            tables = getattr(cross, name)
+            tables = tables.movedim(-2, -1) if name == "table_v" else tables  # rows last
+            placed = (tables[0][..., :-1, None] + tables[1][..., None, :-1]).flatten(-2)
+            joined = torch.cat([placed, tables.sum(0)[..., -1:]], -1)[None]
+            parameter.copy_(joined.movedim(-1, -2) if name == "table_v" else joined)
+    cross_stack, source = make(1, method="cross", mode=mode, on=on, ratio=2.0)
+    source.load_state_dict(cross.state_dict())
+    positions = Positions.grid(5, 3, num_prefix=1)
+    q, k, v = content(16)
+    expected = attend(q, k, v, product_stack.prepare(positions)[0])
+    assert torch.allclose(attend(q, k, v, cross_stack.prepare(positions)[0]), expected, atol=1e-12)
+
+
+def test_a_bias_without_log_buckets_is_the_bias_of_swin():
+    grid = (4, 3)
+    stack, encoding = make(0, method="product", mode="bias", ratio=4.0, shared_heads=False)
+    swin = create_encoding("swin_rpb", HEADS * WIDTH, HEADS, train_grid=grid).double()
+    side = 2 * largest_bucket(4.0) + 1
+    centre = side // 2
+    square = encoding.table_k[0].unflatten(-1, (side, side))
+    table = square[:, centre - grid[0] + 1 : centre + grid[0], centre - grid[1] + 1 : centre + grid[1]]
+    swin.layers[0]["swin_rpb"].load_state_dict({"table": table})
+    positions = Positions.grid(*grid)
+    q, k, v = content(12)
+    expected = attend(q, k, v, swin.prepare(positions)[0])
+    assert torch.allclose(attend(q, k, v, stack.prepare(positions)[0]), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", ["product", "cross", "euclidean"])
+def test_equal_value_rows_add_exactly_that_vector(method):
+    stack, encoding = make(1, method=method, on="v")
+    c = torch.randn(WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        encoding.table_v.copy_(c.expand_as(encoding.table_v) / encoding.table_v.shape[0])
+    q, k, v = content(7)
+    state = stack.prepare(Positions.grid(2, 3, num_prefix=1))[0]
+    assert torch.allclose(attend(q, k, v, state), attend(q, k, v) + c, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", BUCKET_METHODS)
+def test_gradients(method):
+    stack, encoding = make(1, method=method, on="qkv", ratio=1.5)
+    positions = Positions.grid(2, 2, num_prefix=1)
+    q, k, v = (t[:1].requires_grad_() for t in content(5))
+
+    def output(q, k, v, *tables):
+        state = stack.prepare(positions)[0]
+        return torch.func.functional_call(_Attend(encoding, state), dict(zip(names, tables, strict=True)), (q, k, v))
+
+    names = [f"encoding.{name}" for name, _ in encoding.named_parameters()]
+    assert torch.autograd.gradcheck(output, (q, k, v, *encoding.parameters()), atol=1e-6)
+
+
+class _Attend(torch.nn.Module):
+    def __init__(self, encoding, state):
+        super().__init__()
+        self.encoding, self.state = encoding, state
+
+    def forward(self, q, k, v):
+        return attend(q, k, v, self.state)
+
+
+def test_another_number_of_prefix_tokens_is_not_a_stale_index():
+    stack, encoding = make(2)
+    q, k, v = content(14)
+    for prefix in (1, 2, 1):
+        positions = Positions.grid(3, 4, num_prefix=prefix)
+        part = tuple(t[:, :, : 12 + prefix] for t in (q, k, v))
+        assert torch.allclose(attend(*part, stack.prepare(positions)[0]), definition(encoding, positions, *part))
+
+
+def test_a_long_grid_is_not_taken_for_a_square():
+    stack, encoding = make(1, on="qkv")
+    positions = Positions.grid(3, 7, num_prefix=1)
+    q, k, v = content(22)
+    assert torch.allclose(attend(q, k, v, stack.prepare(positions)[0]), definition(encoding, positions, q, k, v))
+
+
+def test_rescaled_coordinates_meet_the_trained_buckets():
+    stack, _ = make(0, train_grid=(3, 4), resolution="rescaled", ratio=3.0, mode="bias")
+    fine = stack.prepare(Positions.grid(6, 8))[0]
+    coarse = stack.prepare(Positions.grid(3, 4))[0]
+    encoding = stack.layers[0]["irpe"]
+    q = torch.zeros(1, HEADS, 1, WIDTH)
+    bias = encoding.logit_bias(q, q, fine.prepared[0]).unflatten(-1, (6, 8)).unflatten(-3, (6, 8))
+    expected = encoding.logit_bias(q, q, coarse.prepared[0]).unflatten(-1, (3, 4)).unflatten(-3, (3, 4))
+    assert torch.equal(bias[:, :, ::2, ::2, ::2, ::2], expected)
+
+
+def test_twelve_layers_share_one_small_index():
+    """4096 + 1 tokens: the reference keeps 671 MB in each layer."""
+    stack = create_encoding("irpe", 64, 1, depth=12, num_prefix=1, on="qkv")
+    states = stack.prepare(Positions.grid(64, 64, num_prefix=1))
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in states for t in s.prepared[0].index
+    }
+    assert len(states) == 12
+    assert 4097**2 <= sum(storages.values()) < 100e6
+    assert len(storages) == 1
+    assert not list(stack.buffers())
+
+
+def test_tables_load_from_the_names_of_the_reference():
+    state = {
+        f"blocks.3.attn.rpe_{letter}.lookup_table_weight": torch.randn(1, *shape)
+        for letter, shape in {"q": (4, 50), "k": (4, 50), "v": (50, 4)}.items()
+    }
+    encoding = create_encoding("irpe", 8, 2, num_prefix=1, on="qkv").layers[0]["irpe"]
+    encoding.load_state_dict(irpe_tables(state, "blocks.3.attn."))
+    assert torch.equal(encoding.table_v[0], state["blocks.3.attn.rpe_v.lookup_table_weight"])
+    with pytest.raises(ValueError, match="blocks.3.attn"):
+        irpe_tables(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "manhattan"}, "method: expected one of"),
+        ({"mode": "ctx"}, "mode: expected"),
+        ({"mode": "bias", "on": "kv"}, "no meaning on v"),
+        ({"on": ""}, "on: expected"),
+        ({"on": "kk"}, "on: expected"),
+        ({"ratio": 0}, "ratio: expected a positive"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        create_encoding("irpe", 8, 2, **options)
+
+
+def test_prefix_tokens_need_their_row():
+    with pytest.raises(ValueError, match="no row for prefix tokens"):
+        create_encoding("irpe", 8, 2).prepare(Positions.grid(2, 3, num_prefix=1))
+
+
+def test_a_static_bias_combines_with_tables_on_values():
+    combined = create_encoding([("irpe", {"on": "qkv"}), ("alibi_2d", {})], HEADS * WIDTH, HEADS).double()
+    torch.nn.init.normal_(combined.layers[0]["irpe"].table_v)
+    q, k, v = content(6)
+    state = combined.prepare(Positions.grid(2, 3))[0]
+    with torch.no_grad():
+        fast = attend(q, k, v, state)
+    assert torch.allclose(fast, attend(q, k, v, state, plain=True), atol=1e-6)
+    assert (fast - attend(q, k, v)).abs().max() > 1e-3
