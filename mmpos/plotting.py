@@ -55,6 +55,12 @@ class Panel:
     offsets: bool
     unit: str
 
+    @property
+    def constant(self) -> bool:
+        """Whether the map says the same of every place."""
+        values = self.values[self.values.isfinite()]
+        return len(values) == self.values.numel() and float(values.max() - values.min()) < 1e-6
+
 
 def plot_encoding(
     encoding: str | EncodingStack,
@@ -131,7 +137,8 @@ def probe_encoding(
         silent = all(not panel.values.nan_to_num().any() for panel in panels)
         if silent and any(overrides(e, hook) for e in encodings for hook in ("attend", "transform_output")):
             panels = probe.attention()
-        return panels
+        telling = [panel for panel in panels if not panel.constant]
+        return telling or panels
     finally:
         stack.train(training)
 
@@ -263,12 +270,12 @@ class _Probe:
                 term = term.reshape(*[1] * (4 - term.dim()), *term.shape)
                 total = total + term.float().expand(_SAMPLES, e.num_heads, count, count)[:, :, prefix + self.centre]
         total = total[..., prefix:]
-        total = total.masked_fill(total.isinf(), float("nan"))
+        total = total.masked_fill(total < -1e30, float("nan"))  # keys that may not be seen
         mean, size = total.mean(0), total.square().mean(0).sqrt()
         # a bias made from the query averages to zero over random queries: 16 samples leave a quarter of its size
         contextual = bool(mean.nan_to_num().abs().mean() < 0.5 * size.nan_to_num().mean())
         group = (
-            "size of the bias of the reference query, which depends on its content"
+            "size of the bias of the reference query (it depends on content)"
             if contextual
             else "bias of the reference query"
         )
@@ -278,23 +285,32 @@ class _Probe:
         ]
 
     def attention(self) -> list[Panel]:
-        """What the encoding adds to the attention of the reference query.
+        """What the encoding changes at the reference query when the value of one token is marked, for every token.
 
-        Random queries and keys, read off through one-hot values.
+        The mark is one in all channels, so that the mean over channels is an attention weight. A method that changes
+        the output of each channel in its own way shows the size of that change instead.
         """
         e, prefix, count = self.encoding, self.positions.num_prefix, self.positions.num_tokens
         state = self.stack.prepare(self.positions)[self.layer]
-        gain = torch.zeros(e.num_heads, count, device=self.positions.coords.device)
-        q, k = self.random(2, _SAMPLES, e.num_heads, count, e.head_dim)
-        x = self.random(_SAMPLES, count, e.dim)
-        for start in range(0, count, e.head_dim):  # as many keys at a time as a value has channels
-            stop = min(start + e.head_dim, count)
-            v = torch.zeros_like(q)
-            v[:, :, range(start, stop), range(stop - start)] = 1
-            change = attend(q, k, v, state, x=x) - attend(q, k, v)
-            gain[:, start:stop] = change[:, :, prefix + self.centre, : stop - start].mean(0) * count
-        group = "attention of the reference query, gained over attention without encoding"
-        return [self.panel(group, title, values, "weight x tokens") for title, values in _heads(gain[:, prefix:])]
+        signed = any(overrides(encoding, "attend") for encoding in state.encodings)
+        total = torch.zeros(count, e.num_heads, device=self.positions.coords.device)
+        for _ in range(_SAMPLES // 4):
+            q, k = self.random(2, 1, e.num_heads, count, e.head_dim)
+            x = self.random(1, count, e.dim)
+            for marked in torch.arange(count, device=total.device).split(32):
+                size = len(marked)
+                v = torch.zeros(size, e.num_heads, count, e.head_dim, device=total.device)
+                v[torch.arange(size), :, marked] = 1
+                one = (q.expand(size, -1, -1, -1), k.expand(size, -1, -1, -1), v)
+                change = attend(*one, state, x=x.expand(size, -1, -1)) - attend(*one)
+                change = change[:, :, prefix + self.centre]
+                total[marked] += (change.mean(-1) if signed else change.square().mean(-1).sqrt()) / (_SAMPLES // 4)
+        what = (
+            "attention of the reference query: gain over no encoding" if signed else "reach of the change of the output"
+        )
+        values = (total.T * (count if signed else 1))[:, prefix:]
+        unit = "weight x tokens" if signed else "size of the change"
+        return [self.panel(what, title, value, unit) for title, value in _heads(values)]
 
     def panel(self, group: str, title: str, values: Tensor, unit: str) -> Panel:
         """A map over the places of the raster from values ``(N,)``."""
@@ -368,7 +384,10 @@ def _draw(panels: list[Panel], title: str) -> Figure:
     columns = max(map(len, groups.values()))
     cell = 3.0 if columns <= 3 else 2.35
     ratio = max(panel.values.shape[0] / panel.values.shape[1] for panel in panels)
-    figure = new_figure(max(4.6, cell * columns + 1.1), (max(0.8, cell * min(ratio, 1.6)) + 0.75) * len(groups) + 0.5)
+    texts = max(0.115 * len(title), 0.085 * max(map(len, groups))) + 0.4  # inches that title and group names need
+    figure = new_figure(
+        max(4.6, texts, cell * columns + 1.1), (max(0.8, cell * min(ratio, 1.6)) + 0.75) * len(groups) + 0.5
+    )
     figure.suptitle(title, fontsize=12.5, fontweight="bold")
     rows: Any = figure.subfigures(len(groups), 1, squeeze=False)[:, 0]
     for row, (group, members) in zip(rows, groups.items(), strict=True):

@@ -90,7 +90,7 @@ def custom(cls, **options):
 def known(monkeypatch):
     import mmpos.encodings.registry as registry
 
-    for cls in (Distance, OwnAttention):
+    for cls in (Distance, OwnAttention, OwnOutput):
         monkeypatch.setitem(registry._REGISTRY, cls.name, cls)
 
 
@@ -112,6 +112,35 @@ def test_own_attention_shows_what_it_gains():
         assert panel.values[2].sum() > 1
         assert (panel.values[:2] < 0).all()
         assert panel.values.sum().abs() < 1e-3
+
+
+class OwnOutput(Distance):
+    """Adds twice the value of the token to the right."""
+
+    name = "own_output"
+
+    def logit_bias(self, q, k, prepared):
+        return None
+
+    def transform_output(self, out, v, prepared):
+        return out + 2 * v.roll(-1, -2)
+
+
+@pytest.mark.usefixtures("known")
+def test_a_change_of_the_output_shows_its_reach():
+    (panel,) = probe_encoding(custom(OwnOutput), GRID, reference=(1, 2))
+    expected = torch.zeros(GRID)
+    expected[1, 3] = 2
+    assert torch.allclose(panel.values, expected, atol=1e-5)
+
+
+@pytest.mark.usefixtures("known")
+def test_maps_that_say_nothing_are_left_out_next_to_others():
+    from mmpos.encodings import EncodingStack
+
+    one, two = Distance(24, 2, train_grid=GRID), encoding_class("none")(24, 2, train_grid=GRID)
+    panels = probe_encoding(EncodingStack(["distance", "none"], {"distance": one, "none": two}, [{}]), GRID)
+    assert {panel.group for panel in panels} == {"bias of the reference query"}
 
 
 @pytest.mark.usefixtures("known")

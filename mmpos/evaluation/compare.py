@@ -233,29 +233,36 @@ def _write_csv(path: Path, comparison: Comparison) -> None:
 
 
 def _accuracy_table(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
-    """Header and rows: index and rescaled of each size next to each other, then the other rules."""
-    columns = [
-        (size, rule)
-        for size in comparison.sizes
-        for rule in comparison.rules
-        if any((label, size, rule, "accuracy") in comparison.cells for label in comparison.labels)
-    ]
-    header = ["encoding", "runs", *(f"{size} px {rule}" for size, rule in columns)]
+    """Header and rows: for each size index and rescaled next to each other, then the best of the other rules."""
+    first = [rule for rule in ("index", "rescaled") if rule in comparison.rules]
+    other = [rule for rule in comparison.rules if rule not in first]
+    columns = [*first, "other"] if other else first
+    header = ["encoding", "runs", *(f"{size} px {column}" for size in comparison.sizes for column in columns)]
     rows: list[list[Any]] = []
     for label in comparison.labels:
-        cells = [comparison.cells.get((label, size, rule, "accuracy")) for size, rule in columns]
-        runs = max(len(cell.values) for cell in cells if cell is not None)
-        rows.append([label, str(runs), *(_percent(cell) for cell in cells)])
+        cells: list[Any] = []
+        runs = 0
+        for size in comparison.sizes:
+            found = {rule: comparison.cells.get((label, size, rule, "accuracy")) for rule in comparison.rules}
+            runs = max([runs, *(len(cell.values) for cell in found.values() if cell is not None)])
+            cells += [_percent(found[rule]) for rule in first]
+            if other:
+                rest = [(cell.mean, rule, cell) for rule in other if (cell := found[rule]) is not None]
+                best = max(rest, key=lambda entry: entry[0], default=None)
+                cells.append("–" if best is None else _percent(best[2], best[1]))
+        rows.append([label, str(runs), *cells])
     return header, rows
 
 
-def _percent(cell: Cell | None) -> Any:
+def _percent(cell: Cell | None, rule: str = "") -> Any:
     if cell is None:
         return "–"
-    text = f"{100 * cell.mean:.1f}"
+    remark = ""
     if cell.std is not None:
-        return text, f"± {100 * cell.std:.1f}"
-    return (text, f"[{100 * cell.interval[0]:.1f}, {100 * cell.interval[1]:.1f}]") if cell.interval else text
+        remark = f"± {100 * cell.std:.1f}"
+    elif cell.interval is not None:
+        remark = f"[{100 * cell.interval[0]:.1f}, {100 * cell.interval[1]:.1f}]"
+    return f"{100 * cell.mean:.1f}", " ".join(part for part in (remark, rule) if part)
 
 
 def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], title: str) -> None:
@@ -271,7 +278,8 @@ def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], t
         "comparison",
     )
     document.paragraph(
-        "Test accuracy in %. ± is the standard deviation over runs (seeds), brackets the 95 % interval of a single run."
+        "Test accuracy in %. ± is the standard deviation over runs (seeds), brackets the 95 % interval of one run; "
+        "other is the best of the remaining resolution rules. All of them are in comparison.csv."
     )
     document.table(*_accuracy_table(comparison), mark=0)
     cost = _cost_table(comparison)

@@ -27,8 +27,8 @@ p { margin: 8px 0 12px; max-width: 78ch; }
 .tile span { color: var(--soft); font-size: 13px; display: block; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: 12px 0 16px; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 6px 18px 6px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
-th { font-weight: 600; background: var(--tint); border-bottom: 2px solid var(--line); white-space: nowrap; }
+th, td { text-align: left; padding: 6px 14px 6px 8px; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { font-weight: 600; background: var(--tint); border-bottom: 2px solid var(--line); vertical-align: bottom; }
 td { white-space: nowrap; }
 td.wide { white-space: normal; }
 tr.mark td { background: #eef6fb; }
@@ -84,7 +84,7 @@ class Document:
         lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
         lines += ["| " + " | ".join(_markdown_cell(cell) for cell in row) + " |" for row in rows]
         self._markdown.append("\n".join(lines))
-        head = "".join(f"<th>{escape(name)}</th>" for name in header)
+        head = "".join(f"<th>{escape(name).replace(' px', '&nbsp;px')}</th>" for name in header)
         body = "".join(
             ("<tr class='mark'>" if number == mark else "<tr>") + "".join(map(_html_cell, row)) + "</tr>"
             for number, row in enumerate(rows)

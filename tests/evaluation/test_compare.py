@@ -76,32 +76,22 @@ def test_order_is_by_the_best_rule_at_the_chosen_size(study):
 
 def test_index_and_rescaled_stand_side_by_side(study):
     compare([study], study)
-    lines = (study / "comparison.md").read_text().splitlines()
-    header = next(line for line in lines if line.startswith("| encoding"))
-    names = [cell.strip() for cell in header.strip("|").split("|")]
-    assert names == [
-        "encoding",
-        "runs",
-        "28 px index",
-        "28 px rescaled",
-        "28 px interpolated",
-        "56 px index",
-        "56 px rescaled",
-        "56 px interpolated",
-    ]
-    row = next(line for line in lines if line.startswith("| rope_mixed"))
-    assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        "rope_mixed",
-        "2",
-        "85.0 ± 7.1",
-        "85.0 ± 7.1",
-        "–",
-        "30.0 ± 14.1",
-        "80.0 ± 14.1",
-        "–",
-    ]
-    single = next(line for line in lines if line.startswith("| learned"))
-    assert "60.0 [50.0, 70.0]" in single
+    lines = [line for line in (study / "comparison.md").read_text().splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    header = next(row for row in cells if row[0] == "encoding")
+    columns = ["index", "rescaled", "other"]
+    assert header == ["encoding", "runs", *(f"28 px {c}" for c in columns), *(f"56 px {c}" for c in columns)]
+    mixed = next(row for row in cells if row[0] == "rope_mixed")
+    assert mixed == ["rope_mixed", "2", "85.0 ± 7.1", "85.0 ± 7.1", "–", "30.0 ± 14.1", "80.0 ± 14.1", "–"]
+    learned = next(row for row in cells if row[0] == "learned")
+    assert learned[2:5] == ["–", "–", "95.0 [85.0, 100.0] interpolated"]
+    assert learned[7] == "60.0 [50.0, 70.0] interpolated"
+
+
+def test_other_is_the_best_of_the_other_rules(tmp_path):
+    run(tmp_path / "a", "x", {(56, "index"): 0.1, (56, "ntk"): 0.3, (56, "yarn"): 0.6})
+    compare([tmp_path], tmp_path)
+    assert "60.0 [50.0, 70.0] yarn" in (tmp_path / "comparison.md").read_text()
 
 
 def test_files_and_page(study):
