@@ -1,1 +1,36 @@
 """Training objectives about position: losses and small modules that run on any encoder and any encoding."""
+
+from mmpos.objectives._common import PlainDecoder, Trunk, random_subset
+from mmpos.objectives.droppos import (
+    DropPos,
+    attentive_weights,
+    position_accuracy,
+    position_loss,
+    smoothing_sigma,
+    smoothing_targets,
+)
+from mmpos.objectives.embedding_dropout import EmbeddingDropout, drop_embedding
+from mmpos.objectives.flexpredict import StochasticPositions
+from mmpos.objectives.mp3 import MP3, context_mask
+from mmpos.objectives.seqpe import contrastive_candidates, contrastive_loss, random_shift, transfer_loss
+
+__all__ = [
+    "MP3",
+    "DropPos",
+    "EmbeddingDropout",
+    "PlainDecoder",
+    "StochasticPositions",
+    "Trunk",
+    "attentive_weights",
+    "context_mask",
+    "contrastive_candidates",
+    "contrastive_loss",
+    "drop_embedding",
+    "position_accuracy",
+    "position_loss",
+    "random_shift",
+    "random_subset",
+    "smoothing_sigma",
+    "smoothing_targets",
+    "transfer_loss",
+]
