@@ -9,6 +9,7 @@ from mmpos.checkpoints.hiera import abs_win_tables
 from mmpos.checkpoints.irpe import irpe_tables
 from mmpos.checkpoints.liere import liere_layers
 from mmpos.checkpoints.loope import loope_layers
+from mmpos.checkpoints.micro_vit import micro_vit_arguments, micro_vit_state_dict
 from mmpos.checkpoints.pape import pape_layer, pape_layers, pape_ri_layer
 from mmpos.checkpoints.rope_vit import rope_mixed_freqs, rope_vit_state_dict
 from mmpos.checkpoints.seqpe import seqpe_encoder
@@ -41,6 +42,8 @@ __all__ = [
     "lepe_weights",
     "liere_layers",
     "loope_layers",
+    "micro_vit_arguments",
+    "micro_vit_state_dict",
     "pape_layer",
     "pape_layers",
     "pape_ri_layer",

@@ -226,7 +226,7 @@ def test_inductor(name):
 
 
 def _rotations(vit):
-    states = stack_of(vit).prepare(Positions.grid(*GRID))
+    states = stack_of(vit).prepare(Positions.grid(*GRID, num_prefix=vit.num_prefix_tokens))
     tables = [p.real() for state in states for p in state.prepared if isinstance(p, Rotation)]
     return [t for pair in tables for t in pair]
 
