@@ -50,7 +50,7 @@ def write_report(
 ) -> tuple[Path, Path]:
     """Write ``report.md``, ``report.html`` and their pictures next to ``results.csv``; returns the two paths."""
     folder = evaluation.folder
-    config = _saved_config(folder) if config is None else config
+    config = saved_config(folder) if config is None else config
     document = Document(f"{evaluation.encoding} on {data.name}", _lead(evaluation, data))
     document.tiles(_tiles(evaluation))
 
@@ -76,7 +76,7 @@ def write_report(
             size // p for size, p in zip((data.image_size,) * 2, patch, strict=True)
         )
         _figure(document, folder, "encoding", plot_encoding(stack, grid), _encoding_caption(stack))
-        document.table(["fact", *stack.names], _encoding_facts(stack))
+        document.table(["fact", *stack.names], encoding_facts(stack))
     document.heading("Cost")
     document.table(["quantity", "value"], _cost(evaluation, model, stack))
 
@@ -114,9 +114,9 @@ def write_report(
     if command:
         document.code(command)
     if config:
-        document.table(["setting", "value"], _flat(config), fold="All settings of the run")
+        document.table(["setting", "value"], flat(config), fold="All settings of the run")
     document.paragraph("All numbers of this page are in results.csv.")
-    footer = f"mmpos {_version()}, torch {torch.__version__}, Python {platform.python_version()}, {_device_name(model)}"
+    footer = f"mmpos {version()}, torch {torch._version__}, Python {platform.pythonversion()}, {device_name(model)}"
     return document.write(folder, "report", footer)
 
 
@@ -201,7 +201,7 @@ def _pixels(evaluation: Evaluation, patch: tuple[int, int]) -> str:
     for size, origin in evaluation.origins.items():
         by_origin.setdefault(origin, []).append(str(size))
     text = " ".join(
-        f"Images of {' and '.join(sizes)} px are {_ORIGIN.get(origin, origin)}." for origin, sizes in by_origin.items()
+        f"Images of {', '.join(sizes)} px are {_ORIGIN.get(origin, origin)}." for origin, sizes in by_origin.items()
     )
     for size, (height, width) in evaluation.used.items():
         if (height, width) != (size, size):
@@ -241,7 +241,7 @@ def _accuracy_table(document: Document, evaluation: Evaluation) -> None:
     document.table(["image size", "of training", *evaluation.rules], rows, mark=mark)
 
 
-def _encoding_facts(stack: EncodingStack) -> list[list[str]]:
+def encoding_facts(stack: EncodingStack) -> list[list[str]]:
     facts = [encoding_class(name).facts for name in stack.names]
     encodings = stack.encodings_of(0)
     size = [sum(p.numel() for name_, p in stack.named_parameters() if name in name_.split(".")) for name in stack.names]
@@ -309,11 +309,11 @@ def _worst_pairs(predictions: Mapping[str, np.ndarray], names: Sequence[str]) ->
     return out
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            rows += _flat(value, f"{prefix}{key}.")
+            rows += flat(value, f"{prefix}{key}.")
         else:
             rows.append((f"{prefix}{key}", str(value)))
     return rows
@@ -336,7 +336,7 @@ def _count(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _saved_config(folder: Path) -> Mapping[str, Any] | None:
+def saved_config(folder: Path) -> Mapping[str, Any] | None:
     path = folder / "config.yaml"
     if not path.is_file():
         return None
@@ -345,14 +345,14 @@ def _saved_config(folder: Path) -> Mapping[str, Any] | None:
     return yaml.safe_load(path.read_text())
 
 
-def _version() -> str:
+def version() -> str:
     import mmpos
 
-    return mmpos.__version__
+    return mmpos._version__
 
 
-def _device_name(model: nn.Module) -> str:
+def device_name(model: nn.Module) -> str:
     device = next(model.parameters()).device
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        return torch.cuda.getdevice_name(device)
     return f"{torch.get_num_threads()} threads of a {platform.machine()} CPU"
