@@ -43,9 +43,7 @@ def swin_bias_table(table: Tensor, window: Sequence[int]) -> dict[str, Tensor]:
 
 
 def swin_cpb_network(state: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
-    """State dict of ``swin_cpb`` from SwinV2 (``cpb_mlp.0``, ``cpb_mlp.2``, ``logit_scale``) or timm
-    (``mlp.fc1``, ``mlp.fc2``).
-    """
+    """State dict of ``swin_cpb`` from SwinV2 (``cpb_mlp``, ``logit_scale``) or timm (``mlp.fc1``, ``mlp.fc2``)."""
     names = {
         "cpb_mlp.0.weight": "fc1.weight",
         "cpb_mlp.0.bias": "fc1.bias",

@@ -57,8 +57,7 @@ def raster_coordinates(positions: Positions, needed_by: str, remedy: str) -> Ten
 
 
 def table_index(coords: Tensor, sizes: tuple[int, ...], num_prefix: int, *, clamp: bool = False) -> Tensor:
-    """Row of a flat table over offsets for every pair of tokens, behind the three rows of prefix tokens if there are
-    any.
+    """Row of a flat table for every pair of tokens: three rows of prefix tokens, if there are any, then offsets.
 
     Row 0 serves prefix -> placed, 1 placed -> prefix, 2 prefix -> prefix, offsets follow from row 3.
 

@@ -114,8 +114,7 @@ class Cpe(PositionEncoding):
 def peg(
     x: Tensor, weight: Tensor, bias: Tensor | None, raster: Raster, *, padding: str = "zeros", stride: int = 1
 ) -> Tensor:
-    """Convolve placed tokens and add them to themselves; with a stride nothing is added and the grid shrinks to
-    ``ceil(n / stride)``.
+    """Placed tokens plus their convolution; with a stride the convolution alone, on a grid of ``ceil(n / stride)``.
 
     Shape:
         x ``(B, P + N, D)``, weight ``(D, 1, k, ..)``; returns the same, or ``(B, P + N', D)`` with a stride.

@@ -56,8 +56,9 @@ class DecomposedRpe(PositionEncoding):
 
     Example:
         >>> from mmpos import create_encoding
-        >>> [t.shape[0] for t in create_encoding("decomposed_rpe", 64, 4, train_grid=(3,
-        5)).layers[0]["decomposed_rpe"].tables] [5, 9]
+        >>> stack = create_encoding("decomposed_rpe", 64, 4, train_grid=(3, 5))
+        >>> [table.shape[0] for table in stack.layers[0]["decomposed_rpe"].tables]
+        [5, 9]
     """
 
     facts = Facts(

@@ -26,8 +26,7 @@ KINDS = ("kerple_log", "kerple_power", "fire")
 
 @register("functional_bias")
 class FunctionalBias(PositionEncoding):
-    """``kerple_log``: ``-p ln(1 + a d)``; ``kerple_power``: ``-a d ** p``; ``fire``: a network of ``psi(d) /
-    psi(reach)``.
+    """``-p ln(1 + a d)`` (KERPLE log), ``-a d ** p`` (KERPLE power), or a network of ``psi(d) / psi(reach)`` (FIRE).
 
     Args:
         dim: model width ``D``.

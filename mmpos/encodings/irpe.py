@@ -248,9 +248,7 @@ class Irpe(PositionEncoding):
         dropout_p: float,
         plain: bool,
     ) -> Tensor:
-        """Attention whose weights also read ``table_v``; on a CPU without gradients in slices that stay in the
-        cache.
-        """
+        """Attention whose weights also read ``table_v``, on a CPU without gradients slice by slice in the cache."""
         assert self.table_v is not None
         tables = [
             self._scaled(self.table_q, prepared, q.dtype),

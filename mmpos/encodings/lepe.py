@@ -1,5 +1,4 @@
-"""LePE: locally enhanced position encoding, a depthwise convolution of the values that is added to the attention
-output.
+"""LePE: locally enhanced position encoding, a depthwise convolution of the values added to the attention output.
 
 Dong, Bao, Chen, Zhang, Yu, Yuan, Chen, Guo, *CSWin Transformer*, CVPR 2022, arXiv 2107.00652. Reference:
 microsoft/CSWin-Transformer (MIT), where it acts inside cross-shaped windows (see :mod:`mmpos.models.cswin`). In a

@@ -131,9 +131,7 @@ class SwinCpb(PositionEncoding):
         return OffsetIndex(table_index(positions.coords, positions.grid_size, prefix), positions.grid_size, prefix)
 
     def prepare(self, positions: Positions, shared: OffsetIndex | None = None) -> tuple[OffsetIndex | None, Tensor]:
-        """On a raster the index and a value per offset ``(heads, rows)``, else the whole bias ``(B or 1, heads,
-        L, L)``.
-        """
+        """Index and value per offset ``(heads, rows)`` on a raster, else the whole bias ``(B or 1, heads, L, L)``."""
         shared = self.prepare_shared(positions) if shared is None else shared
         if shared is None:
             coords = self.coordinates(pair_offsets(positions.coords), positions)

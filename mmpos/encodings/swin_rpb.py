@@ -27,9 +27,7 @@ RULES = ("bicubic", "bicubic_antialias", "geometric", "offset")
 
 @dataclass(frozen=True, eq=False)
 class OffsetIndex:
-    """Row of each pair of tokens ``(B or 1, L, L)``, the raster whose offsets the rows cover, and the number of
-    prefix tokens.
-    """
+    """Row of each pair of tokens ``(B or 1, L, L)``, the raster that the rows cover, the number of prefix tokens."""
 
     index: Tensor
     sizes: tuple[int, ...]

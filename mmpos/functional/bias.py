@@ -95,8 +95,7 @@ def offset_index(offsets: Tensor, sizes: Sequence[int], *, clamp: bool = False) 
 
 
 def alibi_slopes(num_heads: int, *, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
-    """Slopes ``2 ** (-8 h / H)`` for a power of two; otherwise those of the next lower power, then every second of
-    twice.
+    """Slopes ``2 ** (-8 h / H)`` for a power of two; else those of the next lower power, then every second of twice.
 
     Example:
         >>> alibi_slopes(3).tolist()
@@ -172,8 +171,7 @@ def view_mask(offsets: Tensor, view: Sequence[str]) -> Tensor:
 
 
 def geometric_places(count: int, target: int) -> list[float]:
-    """Places of the offsets ``-(n - 1) .. n - 1`` at ``+-(1 + q + q^2 + ..)`` so that the last one meets a target
-    offset.
+    """Places of offsets at ``+-(1 + q + q^2 + ..)``, with ``q`` such that the last one meets a target offset.
 
     ``q`` is found by bisection in [1.01, 1.5] and stays at the border when no value there meets the target (BEiT).
 

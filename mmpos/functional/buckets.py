@@ -90,8 +90,7 @@ def axis_codes(ticks: Tensor, ratio: float) -> Tensor:
 
 
 def bucket_index(offsets: Sequence[Tensor], method: str, ratio: float) -> tuple[Tensor, ...]:
-    """Table rows for offsets given per axis: one index for each table, that is one per axis for ``cross`` and one
-    otherwise.
+    """Table rows for offsets given per axis, one index for each table: one per axis for ``cross``, else a single one.
 
     Args:
         offsets: query minus key along each axis, broadcastable against each other.
@@ -136,26 +135,20 @@ def compact(index: Tensor, rows: int, num_prefix: int) -> Tensor:
 
 
 def reverse_index(index: Tensor, method: str, rows: int) -> Tensor:
-    """Rows of the opposite pair, ``row(j, i)``, without transposing: distances are symmetric, signed buckets are
-    mirrored.
-    """
+    """Rows of the opposite pair without transposing: distances are symmetric, signed buckets are mirrored."""
     if method in ("euclidean", "quantization"):
         return index
     return torch.where(index == rows, index, rows - 1 - index)
 
 
 def gather_key_side(scores: Tensor, index: Tensor) -> Tensor:
-    """``out[i, j] = scores[i, index[i, j]]``. Shape: scores ``(B, heads, Lq, rows)``, index ``(B or 1, Lq, Lk)``
-    int64.
-    """
+    """``out[i, j] = scores[i, index[i, j]]``, scores ``(B, heads, Lq, rows)``, index ``(B or 1, Lq, Lk)`` int64."""
     batch, heads = scores.shape[:2]
     return scores.gather(-1, index[:, None].expand(batch, heads, -1, -1))
 
 
 def gather_query_side(scores: Tensor, index: Tensor) -> Tensor:
-    """``out[i, j] = scores[index[i, j], j]``. Shape: scores ``(B, heads, rows, Lk)``, index ``(B or 1, Lq, Lk)``
-    int64.
-    """
+    """``out[i, j] = scores[index[i, j], j]``, scores ``(B, heads, rows, Lk)``, index ``(B or 1, Lq, Lk)`` int64."""
     batch, heads = scores.shape[:2]
     return scores.gather(-2, index[:, None].expand(batch, heads, -1, -1))
 

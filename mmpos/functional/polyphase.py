@@ -1,6 +1,4 @@
-"""Polyphase anchoring: shift an image so that cutting it into patches, windows or strides no longer depends on
-where it started.
-"""
+"""Polyphase anchoring: shift an image so that cutting it into patches does not depend on where it started."""
 
 from __future__ import annotations
 

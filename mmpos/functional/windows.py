@@ -74,8 +74,7 @@ def shift_mask(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """What is added to logits inside windows of a shifted grid: ``value`` for pairs that are not neighbours in the
-    image.
+    """Added to logits inside windows of a shifted grid: ``value`` for pairs that are not neighbours in the image.
 
     Shape:
         Returns ``(windows, n, n)``.

@@ -1,5 +1,4 @@
-"""Attention with the interface of :class:`torch.nn.MultiheadAttention` and a position encoding inside, for detection
-code.
+"""``torch.nn.MultiheadAttention`` with a position encoding inside, for detection code.
 
 Parameters have the names and shapes of the torch module, so DETR checkpoints load; the tables of the encoding come
 on top.
@@ -67,8 +66,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         positions: Positions | None = None,
         layer: LayerState | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention``: ``True`` in a mask means *ignore*; returned weights are those before tables
-        on values.
+        """As ``nn.MultiheadAttention``; ``True`` in a mask means *ignore*, weights are those before tables on values.
 
         Args:
             query: queries.
