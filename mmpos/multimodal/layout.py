@@ -131,9 +131,12 @@ class PositionLayout:
         if len(rows) != self.kind.shape[0]:
             raise ValueError(f"rows: expected {self.kind.shape[0]} lists of segments, one per sample, got {len(rows)}")
         tokens = tokens_from_segments(rows, device=self.kind.device)
-        blocks = int(self.block.max()) + 1 if self.block.numel() else 0
         layers = 1 if self.layer_variant is None else len(self.layer_variant)
-        added = self.scheme.lay_out(tokens, cursor=self.cursor, num_layers=layers)
+        return self.append(self.scheme.lay_out(tokens, cursor=self.cursor, num_layers=layers))
+
+    def append(self, added: PositionLayout) -> PositionLayout:
+        """Join a layout whose ids were counted on from the cursor of this one."""
+        blocks = int(self.block.max()) + 1 if self.block.numel() else 0
         dtype = torch.promote_types(self.ids.dtype, added.ids.dtype)
         level = None
         if self.level is not None and added.level is not None:
@@ -145,6 +148,29 @@ class PositionLayout:
             block=torch.cat([self.block, torch.where(added.block >= 0, added.block + blocks, -1)], dim=1),
             cursor=added.cursor,
             level=level,
+        )
+
+    def slots(self, start: int, stop: int) -> PositionLayout:
+        """A stretch of consecutive slots; the cursor stays that of the whole."""
+        return replace(
+            self,
+            ids=self.ids[..., start:stop],
+            kind=self.kind[:, start:stop],
+            block=self.block[:, start:stop],
+            level=None if self.level is None else self.level[..., start:stop],
+            sequence=None if self.sequence is None else self.sequence[:, start:stop],
+        )
+
+    def rows(self, index: Tensor) -> PositionLayout:
+        """Choose or repeat rows of the batch (beams, several continuations of one prompt)."""
+        return replace(
+            self,
+            ids=self.ids[:, :, index],
+            kind=self.kind[index],
+            block=self.block[index],
+            cursor=self.cursor[:, index],
+            level=None if self.level is None else self.level[:, index],
+            sequence=None if self.sequence is None else self.sequence[index],
         )
 
     def take(self, keep: Tensor) -> PositionLayout:

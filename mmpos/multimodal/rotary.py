@@ -31,14 +31,17 @@ def rotary_angles(
         )
     if ids.dim() != 3:
         raise ValueError(f"ids: expected (axes, B, L), got {tuple(ids.shape)}")
-    axis = allocation.axis.to(ids.device)
+    axis = allocation.axis  # what it holds is looked at where it is, so that a GPU is not waited for
     if int(axis.max()) >= ids.shape[0]:
         raise ValueError(f"ids: the allocation reads axis {int(axis.max())}, but ids have {ids.shape[0]} axes")
     ladder = allocation.inverse_frequencies(base, ids.device) if inverse_frequencies is None else inverse_frequencies
     real = ids.to(ladder.dtype)
     if axis.dim() == 1:
         axis = axis[None]
-    if ids.shape[0] == 1 or bool((axis == axis[:, :1]).all()):
+    one_axis = ids.shape[0] == 1 or bool((axis == axis[:, :1]).all())
+    unturned = bool((axis < 0).any())
+    axis = axis.to(ids.device)
+    if one_axis:
         # one axis per head (1-D RoPE, MHRoPE): no gather over pairs
         picked = real[axis[:, 0].clamp_min(0)].movedim(0, 1)[..., None]  # (B, heads, L, 1)
         angles = picked * ladder
@@ -46,7 +49,7 @@ def rotary_angles(
         picked = real.movedim(0, -1)[:, None]  # (B, 1, L, A)
         index = axis.clamp_min(0)[None, :, None, :].expand(picked.shape[0], -1, picked.shape[2], -1)
         angles = picked.expand(-1, axis.shape[0], -1, -1).gather(-1, index) * ladder
-    if bool((axis < 0).any()):
+    if unturned:
         angles = angles * (axis >= 0)[None, :, None, :]
     return angles
 

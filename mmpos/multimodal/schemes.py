@@ -103,14 +103,18 @@ class Scheme:
         """
         return self.lay_out(tokens_from_segments(rows, padding_side=padding_side, length=length), num_layers=num_layers)
 
-    def layout_from_types(self, types: Tensor, *, num_layers: int = 1, **grids: Any) -> PositionLayout:
-        """Ids of a batch given as token types and grids; see :func:`~mmpos.multimodal.segments.tokens_from_types`."""
+    def layout_from_types(
+        self, types: Tensor, *, num_layers: int = 1, cursor: Tensor | None = None, **grids: Any
+    ) -> PositionLayout:
+        """Ids of a batch given as token types and grids, from ``cursor (V, B)`` on; see
+        :func:`~mmpos.multimodal.segments.tokens_from_types`.
+        """
         grids.setdefault("split_frames", self.split_frames)
-        return self.lay_out(tokens_from_types(types, **grids), num_layers=num_layers)
+        return self.lay_out(tokens_from_types(types, **grids), cursor=cursor, num_layers=num_layers)
 
     def lay_out(self, tokens: Tokens, *, cursor: Tensor | None = None, num_layers: int = 1) -> PositionLayout:
         """Ids of flat tokens, from ``cursor (V, B)`` on (default 0)."""
-        variants, layer_variant = self._variants(num_layers)
+        variants, layer_variant = self.variants(num_layers)
         places, cells = cells_of(tokens)
         ends = (cells.index == cells.count - 1).nonzero()[
             :, 0
@@ -156,13 +160,36 @@ class Scheme:
             layer_variant=layer_variant,
         )
 
+    def lay_out_text(self, real: Tensor, *, cursor: Tensor | None = None, num_layers: int = 1) -> PositionLayout:
+        """Ids of a stretch that holds nothing but text and padding: what every decoding step needs, and nothing more.
+
+        Shape: real ``(B, n)``, true for tokens; cursor ``(V, B)``.
+        """
+        variants, layer_variant = self.variants(num_layers)
+        step = real.long()
+        before = step.cumsum(1) - step
+        if cursor is None:
+            cursor = torch.zeros(len(variants), real.shape[0], dtype=torch.long, device=real.device)
+        flat = (before + cursor[..., None]).masked_fill(~real, 0)
+        concentric = any(variant.block == "concentric" for variant in variants)
+        return PositionLayout(
+            scheme=self,
+            ids=torch.stack([self.place_text(ids) for ids in flat]),
+            kind=step - 1,  # 0 text, -1 padding
+            block=torch.full_like(step, -1),
+            cursor=cursor + step.sum(1),
+            level=step.new_zeros(len(variants), *step.shape) if concentric else None,
+            layer_variant=layer_variant,
+        )
+
     def place_text(self, ids: Tensor) -> Tensor:
         """Put text ids on the axes. Shape: ``(B, n)`` to ``(A, B, n)``."""
         if self.text == "all" or self.axes == 1:
             return ids.expand(self.axes, *ids.shape)
         return torch.cat([ids[None], torch.zeros_like(ids).expand(self.axes - 1, *ids.shape)])
 
-    def _variants(self, num_layers: int) -> tuple[list[Scheme], tuple[int, ...] | None]:
+    def variants(self, num_layers: int) -> tuple[list[Scheme], tuple[int, ...] | None]:
+        """The distinct schemes over the layers of a model, and which one each layer uses (``None`` for one for all)."""
         if self.layers == "same":
             return [self], None
         if self.layers == "pyramid":

@@ -35,15 +35,18 @@ _CLIP = {
 }
 _SIGLIP = {**_CLIP, "model_type": "siglip_vision_model", "vision_use_head": False}
 _LLAMA = {"model_type": "llama", **_TEXT}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _ANYRES = [[12, 24], [24, 12], [24, 24]]
 _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
-        "text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
-        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2, "mlp_ratio": 1},
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "vision_config": {
+            "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2, "mlp_ratio": 1,
+        },
         **_TOKENS,
     },
     "qwen2_5_vl": {
-        "text_config": {**_TEXT, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        "text_config": {**_TEXT, "rope_parameters": _MROPE},
         "vision_config": {
             "depth": 1, "hidden_size": 16, "intermediate_size": 16, "out_hidden_size": 32, "num_heads": 2,
             "patch_size": 2, "tokens_per_second": 3, "window_size": 8, "fullatt_block_indexes": [0],
@@ -125,3 +128,94 @@ def tiny_vlm(name: str, *, seed: int = 0, **text: Any) -> Any:
 
 def random_ids(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(1, 90, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def noise(*shape: int, seed: int = 2) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_of(model: Any, rows: list[list[Any]], *, side: str = "left", seed: int = 1) -> dict[str, Any]:
+    """Inputs for rows of pieces: a number is that many text tokens; ``(rows, cols)`` an image, ``(frames, rows, cols)``
+    a video as the decoder sees them. Models with fixed image sizes take any pair for an image.
+    """
+    name = model.config.model_type
+    inputs = _grid_inputs(name, rows) if name in GRID_MODELS else _placeholder_inputs(model, rows)
+    kinds = inputs.pop("kinds")
+    length = max(len(kind) for kind in kinds)
+    ids, mask, types = (torch.zeros(len(rows), length, dtype=torch.long) for _ in range(3))
+    for number, kind in enumerate(kinds):
+        place = slice(length - len(kind), None) if side == "left" else slice(0, len(kind))
+        kind = torch.tensor(kind)
+        text = random_ids(len(kind), seed=seed + 10 * number)
+        ids[number, place] = torch.where(kind == 1, IMAGE, torch.where(kind == 2, VIDEO, text))
+        types[number, place] = kind
+        mask[number, place] = 1
+    inputs |= {"input_ids": ids, "attention_mask": mask}
+    if name in GRID_MODELS:
+        inputs["mm_token_type_ids"] = types
+    return inputs
+
+
+def _grid_inputs(name: str, rows: list[list[Any]]) -> dict[str, Any]:
+    grids: dict[int, list[list[int]]] = {1: [], 2: []}
+    kinds = []
+    for row in rows:
+        kind: list[int] = []
+        for piece in row:
+            if isinstance(piece, int):
+                kind += [0] * piece
+            elif len(piece) == 2:
+                grids[1].append([1, 2 * piece[0], 2 * piece[1]])
+                kind += [1] * (piece[0] * piece[1])
+            else:
+                frames, high, wide = piece
+                grids[2].append([frames, 2 * high, 2 * wide])
+                frame = [2] * (high * wide)
+                kind += ([0] + frame + [0]) * frames if name in SPLIT_MODELS else frame * frames
+        kinds.append(kind)
+    inputs: dict[str, Any] = {"kinds": kinds}
+    for code, pixels, grid in ((1, "pixel_values", "image_grid_thw"), (2, "pixel_values_videos", "video_grid_thw")):
+        if grids[code]:
+            inputs[grid] = torch.tensor(grids[code])
+            inputs[pixels] = noise(int(inputs[grid].prod(1).sum()), 24, seed=code)
+    return inputs
+
+
+def _placeholder_inputs(model: Any, rows: list[list[Any]]) -> dict[str, Any]:
+    name = model.config.model_type
+    per_row = [sum(not isinstance(piece, int) for piece in row) for row in rows]
+    images = sum(per_row)
+    inputs: dict[str, Any] = {}
+    if images:
+        size = 12 if name.startswith("llava") else 16
+        if name in ("llava", "internvl"):
+            inputs["pixel_values"] = noise(images, 3, size, size)
+        elif name in ("smolvlm", "idefics3"):
+            pixels = torch.zeros(len(rows), max(per_row), 3, size, size)
+            for number, count in enumerate(per_row):
+                pixels[number, :count] = noise(count, 3, size, size, seed=number) if count else 0
+            inputs["pixel_values"] = pixels
+        else:
+            sizes = [[9, 24], [24, 12], [20, 22], [24, 9]]
+            inputs["image_sizes"] = torch.tensor([sizes[number % 4] for number in range(images)])
+            inputs["pixel_values"] = noise(images, 5, 3, size, size)
+            if name == "llava_onevision":
+                inputs["batch_num_images"] = torch.tensor(per_row)
+        with torch.no_grad():
+            features = model.model.get_image_features(**inputs, return_dict=True).pooler_output
+        lengths = [len(part) for part in features]
+        if name in ("smolvlm", "idefics3"):
+            lengths = [
+                length // max(count, 1) for length, count in zip(lengths, per_row, strict=True) for _ in range(count)
+            ]
+    kinds, number = [], 0
+    for row in rows:
+        kind: list[int] = []
+        for piece in row:
+            if isinstance(piece, int):
+                kind += [0] * piece
+            else:
+                kind += [1] * lengths[number]
+                number += 1
+        kinds.append(kind)
+    return {**inputs, "kinds": kinds}

@@ -1,0 +1,137 @@
+"""The rotary side of an attachment: an instance module that makes the tables, and what layers do with them."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmpos.functional.rotary import Rotation, rotate
+from mmpos.multimodal import Allocation, channel_tables, rotary_angles
+
+__all__ = ["IDS", "SchemeRotary", "by_head_forward", "pick_variant", "rotate_projection", "table_layout"]
+
+#: ids ``(V, A, B, L)`` of the forward pass in progress; the model's own ids argument stays an ordinary range
+IDS: ContextVar[Tensor | None] = ContextVar("mmpos_ids", default=None)
+_HEADS: ContextVar[Rotation | None] = ContextVar("mmpos_heads", default=None)
+
+
+class SchemeRotary(nn.Module):
+    """Stands in for the ``rotary_emb`` of one decoder: ids of the scheme to cosine and sine tables.
+
+    Args:
+        allocation: which axis each pair reads.
+        ladder: inverse frequencies ``(pairs,)``, float32; kept out of buffers so that casting the model leaves them.
+        scaling: factor of cosines and sines (YaRN).
+        layout: ``half`` or ``interleaved`` channels, as the model rotates them.
+
+    Shape:
+        Cosine and sine ``(B, L, 2 pairs)``; ``(V, B, L, 2 pairs)`` when layers differ; ``(B, kv heads, L, pairs)``
+        when heads differ.
+    """
+
+    def __init__(self, allocation: Allocation, ladder: Tensor, scaling: float, layout: str) -> None:
+        super().__init__()
+        self.allocation = allocation
+        self.ladder = ladder
+        self.scaling = scaling
+        self.layout = layout
+
+    @property
+    def by_head(self) -> bool:
+        """Whether key/value heads read different axes."""
+        return self.allocation.axis.dim() == 2
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Tables of the pass in progress; outside of one, of the ids given."""
+        ids = IDS.get()
+        if ids is None:
+            ids = position_ids[None] if position_ids.dim() == 2 else position_ids
+            axes = max(int(self.allocation.axis.max()) + 1, 1)
+            ids = (ids.expand(axes, -1, -1) if ids.shape[0] == 1 else ids)[None]
+        if self.ladder.device != x.device:
+            self.ladder = self.ladder.to(x.device)
+        tables = [self._table(variant, x.dtype) for variant in ids.to(x.device)]
+        if len(tables) == 1:
+            return tables[0]
+        cos, sin = zip(*tables, strict=True)
+        return torch.stack(cos), torch.stack(sin)
+
+    def _table(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        with torch.autocast(ids.device.type, enabled=False):
+            angles = rotary_angles(ids, self.allocation, 1.0, self.ladder)
+            if self.by_head:
+                return angles.cos() * self.scaling, angles.sin() * self.scaling
+            cos, sin = channel_tables(angles[:, 0], self.layout)
+            return (cos * self.scaling).to(dtype), (sin * self.scaling).to(dtype)
+
+
+def table_layout(own: Any, multi_axis: bool, like: Tensor) -> str:
+    """Channel layout of a model's rotary module, found by asking it for a table; anything unknown is refused."""
+    places = torch.tensor([[0, 1, 5]], device=like.device)
+    try:
+        cos, sin = own(like, places[None].expand(3, -1, -1) if multi_axis else places)
+        angles = places[..., None].float() * own.inv_freq.float()
+        for layout in ("half", "interleaved"):
+            expected = [table * own.attention_scaling for table in channel_tables(angles, layout)]
+            if cos.shape == expected[0].shape and all(
+                torch.allclose(found.float(), wanted, atol=1e-2)
+                for found, wanted in zip((cos, sin), expected, strict=True)
+            ):
+                return layout
+    except (TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"model: the rotary module {type(own).__name__} does not work as expected: {error}") from error
+    raise ValueError(f"model: the tables of {type(own).__name__} have a layout this adapter does not know")
+
+
+def pick_variant(variant: int, count: int) -> Any:
+    """Pre-hook of an attention module: the tables and the pattern of its layer out of those of all variants."""
+
+    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        cos, sin = kwargs["position_embeddings"]
+        kwargs = {**kwargs, "position_embeddings": (cos[variant], sin[variant])}
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == count:
+            kwargs["attention_mask"] = mask[:, variant : variant + 1]
+        return args, kwargs
+
+    return hook
+
+
+def by_head_forward(attention: Any, layout: str, *args: Any, **kwargs: Any) -> Any:
+    """Forward of an attention module whose heads read different axes.
+
+    The module itself gets a table that turns nothing; queries and keys are turned as they leave their projection (or
+    its norm), so the cache holds turned keys as usual.
+    """
+    cos, sin = kwargs.pop("position_embeddings")
+    still = torch.ones(cos.shape[0], cos.shape[2], 2 * cos.shape[-1], device=cos.device)
+    hidden = kwargs.get("hidden_states", args[0] if args else None)
+    still = still if hidden is None else still.to(hidden.dtype)
+    token = _HEADS.set(Rotation(layout, cos, sin))
+    try:
+        return type(attention).forward(attention, *args, position_embeddings=(still, torch.zeros_like(still)), **kwargs)
+    finally:
+        _HEADS.reset(token)
+
+
+def rotate_projection(head_dim: int) -> Any:
+    """Forward hook of a query or key projection, or of the norm behind it."""
+
+    def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        rotation = _HEADS.get()
+        if rotation is None:
+            return output
+        heads = output.reshape(*output.shape[:2], -1, head_dim).transpose(1, 2)
+        groups = heads.shape[1] // rotation.cos.shape[1]
+        own = Rotation(
+            rotation.layout,
+            rotation.cos.repeat_interleave(groups, dim=1),
+            rotation.sin.repeat_interleave(groups, dim=1),
+        )
+        return rotate(heads, own).transpose(1, 2).reshape(output.shape)
+
+    return hook
