@@ -7,7 +7,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -166,11 +166,13 @@ def stack_or_none(model: nn.Module) -> EncodingStack | None:
 def check_rules(stack: EncodingStack | None, rules: Sequence[str] | None) -> list[str]:
     """The rules to measure.
 
-    By default all, less ``linear`` next to ``rescaled``: frequencies / s or coordinates / s is one thing.
+    By default all, less ``linear`` next to ``rescaled`` (frequencies / s or coordinates / s is one thing) and the
+    ``resonance`` rules, which change the encoding at the training size too; name them to measure them.
     """
     known = [OWN] if stack is None else list(stack.resolution_rules())
     if rules is None:
-        return [rule for rule in known if rule != "linear" or "rescaled" not in known]
+        usual = [rule for rule in known if not rule.startswith("resonance")]
+        return [rule for rule in usual if rule != "linear" or "rescaled" not in known]
     unknown = [rule for rule in rules if rule not in known]
     if unknown:
         raise ValueError(
@@ -211,6 +213,8 @@ class _Measured:
     correct: int = 0
     count: int = 0
     seconds: float = 0.0
+    timed: int = 0
+    batches: int = 0
     labels: list[Tensor] = field(default_factory=list)
     predictions: list[Tensor] = field(default_factory=list)
     confidence: list[Tensor] = field(default_factory=list)
@@ -219,8 +223,12 @@ class _Measured:
     def add(self, logits: Tensor, labels: Tensor, seconds: float) -> Tensor:
         probability, predicted = logits.float().softmax(-1).cpu().max(-1)
         self.correct += int((predicted == labels).sum())
-        self.count += len(labels)
+        if self.batches == 1:  # the first batch paid for allocations and kernel choice; it counts only when it is alone
+            self.seconds, self.timed = 0.0, 0
+        self.batches += 1
         self.seconds += seconds
+        self.timed += len(labels)
+        self.count += len(labels)
         self.labels.append(labels)
         self.predictions.append(predicted)
         self.confidence.append(probability)
@@ -238,7 +246,7 @@ class _Measured:
 
     def rows(self, encoding: str, size: int, rule: str) -> list[Row]:
         low, high = wilson_interval(self.correct, self.count)
-        speed = self.count / max(self.seconds, 1e-9)
+        speed = self.timed / max(self.seconds, 1e-9)
         return [
             Row(encoding, size, rule, "accuracy", self.correct / self.count, low, high, self.count),
             Row(encoding, size, rule, "images_per_second", speed, n=self.count),
@@ -270,15 +278,13 @@ def _measure(
     stack = stack_or_none(model)
     out = {rule: _Measured() for rule in rules}
     cast = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
-    for number, (images, labels) in enumerate(loader):
+    for images, labels in loader:
         images = images[..., : used[0], : used[1]].to(device)
         for rule in rules:
             with resolution_rule(stack, rule), cast:
-                if number == 0:
-                    model(images)  # allocations and kernel choice of the first pass are no property of the encoding
-                start = _now(device)
+                start = now(device)
                 logits = model(images)
-                seconds = _now(device) - start
+                seconds = now(device) - start
             out[rule].add(logits, labels, seconds)
             if data is not None and rule == rules[0]:
                 out[rule].add_examples(images, data)
@@ -298,24 +304,38 @@ def _overhead(
     """Parameters of the encoding, and the time of a forward pass over that of the same model without position
     encoding.
     """
+    images = next(iter(data.test_loader(size)[0]))[0][:64, :, : used[size][0], : used[size][1]].to(device)
+    return time_over_none(model, images, encoding, rule, size, device, lambda each: _ModelAtSize(each)(used[size]))
+
+
+@torch.inference_mode()
+def time_over_none(
+    model: nn.Module,
+    images: Tensor,
+    encoding: str,
+    rule: str,
+    size: int,
+    device: torch.device,
+    at_size: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> list[Row]:
+    """Rows ``encoding_parameters`` and ``time_over_none`` of a model with an attached encoding, on one batch."""
     from mmpos.adapters.timm import attach, detach
 
     stack = stack_or_none(model)
     count = 0 if stack is None else sum(parameter.numel() for parameter in stack.parameters())
     rows = [Row(encoding, size, rule, "encoding_parameters", float(count))]
     bare = attach(detach(copy.deepcopy(model)), "none").eval()
-    images = next(iter(data.test_loader(size)[0]))[0][:64, :, : used[size][0], : used[size][1]].to(device)
-    pair = (_ModelAtSize(model)(used[size]), _ModelAtSize(bare)(used[size]))
+    pair = (at_size(model), at_size(bare))
     ratios: list[float] = []
     spent = 0.0
     with resolution_rule(stack_or_none(pair[0]), rule):
         for each in pair:
             each(images)
         while len(ratios) < 5 or (len(ratios) < 25 and spent < 3.0):  # alternating, so that a busy machine slows both
-            ticks = [_now(device)]
+            ticks = [now(device)]
             for each in pair if len(ratios) % 2 else pair[::-1]:
                 each(images)
-                ticks.append(_now(device))
+                ticks.append(now(device))
             first, second = ticks[1] - ticks[0], ticks[2] - ticks[1]
             ratios.append(first / second if len(ratios) % 2 else second / first)
             spent += first + second
@@ -338,7 +358,8 @@ class _ModelAtSize:
         return model.eval()
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Seconds on a clock, once the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
