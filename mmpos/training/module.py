@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from mmpos.config import ObjectiveConfig, check_keys
@@ -56,9 +57,10 @@ class Objective(nn.Module):
     Args:
         num_classes: number of classes.
         options: fields of :class:`mmpos.config.ObjectiveConfig`.
+        tasks: the questions about a sample and the number of answers to each; ``None`` for plain classification.
     """
 
-    def __init__(self, num_classes: int, options: Mapping[str, Any]) -> None:
+    def __init__(self, num_classes: int, options: Mapping[str, Any], tasks: Mapping[str, int] | None = None) -> None:
         super().__init__()
         check_keys("objective", options, ObjectiveConfig)
         config = ObjectiveConfig(**options)
@@ -68,6 +70,12 @@ class Objective(nn.Module):
             raise ValueError(f"objective.label_smoothing: expected 0 <= value < 1, got {config.label_smoothing}")
         self.config = config
         self.num_classes = num_classes
+        self.tasks = [*(tasks or {}).values()]
+        if self.tasks and (config.loss != "ce" or config.mixup > 0 or config.cutmix > 0):
+            raise ValueError(
+                f"objective: several questions about one sample ({', '.join(tasks or {})}) are learned with loss 'ce' "
+                "and without mixup and cutmix; set objective.loss=ce objective.mixup=0 objective.cutmix=0"
+            )
         self.mix: Any = None
         if config.mixup > 0 or config.cutmix > 0:
             from timm.data import Mixup
@@ -93,9 +101,14 @@ class Objective(nn.Module):
         return mixed, targets
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean loss. Shape: logits ``(B, C)``, targets ``(B,)`` labels or ``(B, C)`` soft."""
+        """Mean loss, summed over several questions.
+
+        Shape: logits ``(B, C)``, targets ``(B,)`` labels, ``(B, C)`` soft or ``(B, tasks)`` labels.
+        """
         smoothing = self.config.label_smoothing if self.mix is None else 0.0  # Mixup smooths its targets itself
         logits = logits.float()
+        if self.tasks:
+            return sum_of_losses(logits, targets, self.tasks, smoothing)
         if self.config.loss == "ce":
             return F.cross_entropy(logits, targets, label_smoothing=smoothing)
         if targets.ndim == 1:
@@ -106,8 +119,14 @@ class Objective(nn.Module):
         return F.binary_cross_entropy_with_logits(logits, targets)
 
 
+def sum_of_losses(logits: Tensor, answers: Tensor, counts: Sequence[int], smoothing: float = 0.0) -> Tensor:
+    """Cross-entropies of several questions, added up. Shape: logits ``(B, sum of counts)``, answers ``(B, tasks)``."""
+    parts = zip(logits.split(list(counts), dim=-1), answers.unbind(-1), strict=True)
+    return torch.stack([F.cross_entropy(part, answer, label_smoothing=smoothing) for part, answer in parts]).sum()
+
+
 class Classifier(pl.LightningModule):
-    """A ViT that classifies images.
+    """A ViT that classifies images, or answers several questions about videos.
 
     Args:
         model: images to logits.
@@ -116,6 +135,9 @@ class Classifier(pl.LightningModule):
         objective: fields of :class:`mmpos.config.ObjectiveConfig`.
         seed: seed of the run.
         config: the resolved configuration as plain containers; stored in every checkpoint.
+        tasks: the questions about a sample and the number of answers to each; ``None`` for plain classification.
+            Logits of all questions follow each other, labels are ``(B, tasks)``, and a sample counts as right in
+            ``val/accuracy`` when every answer is.
     """
 
     def __init__(
@@ -127,18 +149,21 @@ class Classifier(pl.LightningModule):
         objective: Mapping[str, Any],
         seed: int = 0,
         config: Mapping[str, Any] | None = None,
+        tasks: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.optimizer_options = dict(optimizer)
         self.seed = seed
-        self.objective = Objective(num_classes, objective)
-        self.accuracy = MulticlassAccuracy(num_classes, average="micro")
+        self.tasks = dict(tasks or {})
+        self.objective = Objective(num_classes, objective, tasks)
+        self.accuracy: Metric = MeanMetric() if self.tasks else MulticlassAccuracy(num_classes, average="micro")
+        self.task_accuracy = nn.ModuleDict({task: MeanMetric() for task in self.tasks})
         if config is not None:
             self.save_hyperparameters({"config": dict(config)})
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits. Shape: ``(B, C, H, W)`` -> ``(B, classes)``."""
+        """Logits. Shape: images ``(B, C, H, W)`` or videos ``(B, C, T, H, W)``; returns ``(B, classes)``."""
         return self.model(images)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -157,9 +182,24 @@ class Classifier(pl.LightningModule):
         """Accuracy and loss of one batch."""
         images, labels = batch
         logits = self.model(images).float()
-        self.accuracy.update(logits, labels)
-        self.log("val/loss", F.cross_entropy(logits, labels), sync_dist=True, batch_size=len(images))
+        if self.tasks:
+            loss = self._update_accuracies(logits, labels)
+        else:
+            self.accuracy.update(logits, labels)
+            loss = F.cross_entropy(logits, labels)
+        self.log("val/loss", loss, sync_dist=True, batch_size=len(images))
         self.log("val/accuracy", self.accuracy, prog_bar=True, batch_size=len(images))
+
+    def _update_accuracies(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Count right answers to each question and samples with all answers right; returns the loss."""
+        counts = list(self.tasks.values())
+        answers = torch.stack([part.argmax(-1) for part in logits.split(counts, dim=-1)], dim=-1)
+        right = answers == labels
+        for (task, metric), of_task in zip(self.task_accuracy.items(), right.float().unbind(-1), strict=True):
+            metric.update(of_task)  # type: ignore[operator]
+            self.log(f"val/{task}_accuracy", metric, batch_size=len(labels))
+        self.accuracy.update(right.all(-1).float())
+        return sum_of_losses(logits, labels, counts)
 
     def configure_optimizers(self) -> Any:
         """Optimizer and a schedule that moves with every optimizer step."""

@@ -8,6 +8,7 @@ import logging
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,16 @@ def build_data(config: Mapping[str, Any]) -> Any:
 
 
 def build_model(config: Mapping[str, Any], data: Any) -> nn.Module:
-    """The ViT of a configuration with its encoding, for the images and classes of ``data``."""
-    from mmpos.models import create_vit
+    """The ViT of a configuration with its encoding, for the images or videos and classes of ``data``."""
+    from mmpos.models import create_video_vit, create_vit
 
     model = config["model"]
     options = dict(model.get("options") or {})
     if model.get("patch_size") is not None:
         options["patch_size"] = model["patch_size"]
-    vit = create_vit(
+    frames = getattr(data, "frames", None)
+    create: Any = create_vit if frames is None else partial(create_video_vit, frames=frames)
+    vit = create(
         model["name"],
         encoding=encoding_specs(config["encoding"]),
         image_size=data.image_size,
@@ -142,7 +145,8 @@ def describe(config: Mapping[str, Any], data: Any, model: nn.Module) -> str:
     own = sum(p.numel() for name, p in model.named_parameters() if name.startswith("position_encoding."))
     return (
         f"{config['model']['name']} with {config['encoding']['name']}: {total:,} parameters, {own:,} of them "
-        f"positions; {config['data']['name']} at {data.image_size} px, {data.num_classes} classes"
+        f"positions; {config['data']['name']}, {data.facts().get('training clips') or f'{data.image_size} px'}, "
+        f"{data.num_classes} classes"
     )
 
 
@@ -263,6 +267,7 @@ def train(
         objective=config["objective"],
         seed=config["seed"],
         config=config,
+        tasks=getattr(data, "tasks", None),
     )
     checkpoints = folder / "checkpoints"
     rows = []
@@ -279,7 +284,7 @@ def train(
     )
     if single_process and trainer.num_devices > 1 and not _launched_outside(trainer):
         raise ValueError(
-            f"trainer.devices: {trainer.num_devices} processes inside a multi-run (-m) would each start the sweep again; "
+            f"trainer.devices: {trainer.num_devices} processes in a multi-run (-m) would each start the sweep again; "
             "use one device per job, start the jobs one by one, or launch with torchrun or a cluster launcher "
             "(hydra/launcher=submitit_slurm)"
         )
@@ -312,6 +317,7 @@ def train(
         summary = {
             "recipe": recipe,
             "encoding": config["encoding"]["name"],
+            "evaluation": config["evaluation"].get("name"),
             "seed": config["seed"],
             sections["callbacks"].monitor: metric,
             "epochs": trainer.current_epoch,
@@ -347,13 +353,35 @@ def evaluate(
     name = evaluation.pop("name", None)
     if name in (None, "none"):
         return
-    if name != "resolution":
-        raise ValueError(f"evaluation.name: expected 'resolution' or 'none', got {name!r}")
+    if name not in ("resolution", "frames"):
+        raise ValueError(f"evaluation.name: expected 'resolution', 'frames' or 'none', got {name!r}")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if (name == "frames") != hasattr(data, "frames"):
+        raise ValueError(
+            f"evaluation: {config['data']['name']} holds {'videos' if name != 'frames' else 'images'}; use "
+            f"evaluation={'frames' if name != 'frames' else 'resolution'}"
+        )
+    if name == "frames":
+        from mmpos.evaluation.frames import run_frames
+
+        own_frames = evaluation.pop("frames", None)
+        vit = build_model({**config, "model": {**config["model"], "checkpoint": None}}, data)
+        load_weights(vit, checkpoint)
+        run_frames(
+            vit,
+            data,
+            sizes or config.get("sizes") or own_frames,
+            encoding_name=config["encoding"]["name"],
+            output_dir=folder,
+            device=device,
+            config=config,
+            **{"command": command, **evaluation},
+        )
+        return
     from mmpos.evaluation.checkpoint import evaluate_checkpoint
 
     own_sizes = evaluation.pop("sizes", None)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     names = [] if config["encoding"]["name"] == "own" else encoding_specs(config["encoding"])
     model = config["model"]
     patch = {} if model.get("patch_size") is None else {"patch_size": model["patch_size"]}

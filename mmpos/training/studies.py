@@ -102,11 +102,14 @@ def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     values: dict[tuple[str, int], list[float]] = {}
     for folder, _ in runs:
         for row in _rows(folder):
-            if row["metric"] == "accuracy":
-                values.setdefault((row["coordinates"], int(row["size"])), []).append(float(row["value"]))
-    rules = list(dict.fromkeys(rule for rule, _ in values))
+            if "accuracy" in row["metric"]:
+                what = " ".join(part for part in row["metric"].split("_") if part != "accuracy")
+                label = f"{row['coordinates']}, {what}" if what else row["coordinates"]
+                values.setdefault((label, int(row["size"])), []).append(float(row["value"]))
+    rules = sorted(dict.fromkeys(rule for rule, _ in values), key=lambda rule: rule.partition(", ")[2])
+    unit = "frames" if runs[0][1].get("evaluation") == "frames" else "px"
     sizes = sorted({size for _, size in values})
-    lines = [f"| coordinates | {' | '.join(f'{size} px' for size in sizes)} |", f"|---|{'---|' * len(sizes)}"]
+    lines = [f"| coordinates | {' | '.join(f'{size} {unit}' for size in sizes)} |", f"|---|{'---|' * len(sizes)}"]
     for rule in rules:
         cells = [_cell(values.get((rule, size), [])) for size in sizes]
         lines.append(f"| {rule} | {' | '.join(cells)} |")

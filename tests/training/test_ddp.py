@@ -31,6 +31,6 @@ def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
 
 def test_multirun_with_processes_is_refused(small: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     config = small("trainer.devices=2", "trainer.strategy=ddp")
-    with pytest.raises(ValueError, match=r"trainer.devices: 2 processes inside a multi-run.*torchrun"):
+    with pytest.raises(ValueError, match=r"trainer.devices: 2 processes in a multi-run.*torchrun"):
         train(config, tmp_path / "run", single_process=True)
     assert not (tmp_path / "run" / "config.yaml").exists()
