@@ -116,7 +116,7 @@ def write_report(
     if config:
         document.table(["setting", "value"], flat(config), fold="All settings of the run")
     document.paragraph("All numbers of this page are in results.csv.")
-    footer = f"mmpos {version()}, torch {torch._version__}, Python {platform.pythonversion()}, {device_name(model)}"
+    footer = f"mmpos {version()}, torch {torch.__version__}, Python {platform.python_version()}, {device_name(model)}"
     return document.write(folder, "report", footer)
 
 
@@ -348,7 +348,7 @@ def saved_config(folder: Path) -> Mapping[str, Any] | None:
 def version() -> str:
     import mmpos
 
-    return mmpos._version__
+    return mmpos.__version__
 
 
 def device_name(model: nn.Module) -> str:
