@@ -13,7 +13,7 @@ any subset of a grid.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,14 @@ from mmpos.functional.buckets import (
     reverse_index,
     row_mass,
 )
-from mmpos.functional.cross_bias import cross_key_side, cross_mass, cross_query_side, cross_static, per_token
+from mmpos.functional.cross_bias import (
+    cross_key_side,
+    cross_mass,
+    cross_query_side,
+    cross_static,
+    per_coordinate,
+    per_token,
+)
 from mmpos.positions import Positions
 
 #: elements of attention logits that are worked on at a time on a CPU, per thread: they should stay in the
@@ -45,6 +52,7 @@ SLICE_ELEMENTS = 2**18
 
 
 Indices = list[tuple[Tensor | None, ...]]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,6 +243,45 @@ class Irpe(PositionEncoding):
             self._scaled(self.table_q, prepared, q.dtype),
         )
         return self._combine(q, k, key_side, query_side, prepared, self._indices(prepared))
+
+    def score_mod(self, q: Tensor, k: Tensor, prepared: Buckets) -> ScoreMod:
+        """The terms as a ``score_mod`` for ``flex_attention``, which never holds an ``L x L`` bias of each head.
+
+        Exact for tables on queries and keys; tables on values need the attention weights and cannot be expressed.
+        """
+        if self.owns_attention:
+            raise ValueError(
+                f"on: flex_attention has no place for tables on values, got on={self.on!r}; use mmpos.attend"
+            )
+        if prepared.codes:  # as pairs of tokens, because a score is changed pair by pair
+            sizes = [code.shape[0] for code in prepared.codes]
+            index = [
+                compact(
+                    rows.index_select(1, per_coordinate(axis, sizes, rows.device))[None],
+                    high - low,
+                    prepared.num_prefix,
+                )
+                for axis, (rows, (low, high)) in enumerate(zip(prepared.rows, prepared.used, strict=True))
+            ]
+        else:
+            index = list(prepared.index)
+        rows = [i.long() for i in index]
+        if self.mode == "bias":
+            bias = self._static(prepared)
+            return lambda score, b, h, i, j: score + bias[b % bias.shape[0], h % bias.shape[1], i, j]
+        key_side = [_product(q, t) for t in self._scaled(self.table_k, prepared, q.dtype)]
+        query_side = [_product(k, t) for t in self._scaled(self.table_q, prepared, q.dtype)]
+
+        def change(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            for table, row in enumerate(rows):
+                sample = b % row.shape[0]
+                if key_side:
+                    score = score + key_side[table][b, h, i, row[sample, i, j]]
+                if query_side:
+                    score = score + query_side[table][b, h, j, row[sample, j, i]]
+            return score
+
+        return change
 
     def attend(
         self,

@@ -14,14 +14,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["axis_sum", "cross_key_side", "cross_mass", "cross_query_side", "cross_static", "per_token"]
+__all__ = [
+    "axis_sum",
+    "cross_key_side",
+    "cross_mass",
+    "cross_query_side",
+    "cross_static",
+    "per_coordinate",
+    "per_token",
+]
 
 
 def per_token(codes: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
     """Rows of a code table for every token of a raster. Shape: codes ``(n, n')``; returns ``(prod(sizes), n')``."""
-    places = torch.arange(math.prod(sizes), device=codes.device) // math.prod(sizes[axis + 1 :])
-    coordinate = places - places // sizes[axis] * sizes[axis]  # the remainder; ONNX has none for a symbolic size
-    return codes.index_select(0, coordinate)
+    return codes.index_select(0, per_coordinate(axis, sizes, codes.device))
+
+
+def per_coordinate(axis: int, sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Coordinate of every token of a raster along an axis. Shape: ``(prod(sizes),)`` int64."""
+    return torch.arange(math.prod(sizes), device=device) // math.prod(sizes[axis + 1 :]) % sizes[axis]
 
 
 def _spread(x: Tensor, dim: int, axis: int, axes: int) -> Tensor:

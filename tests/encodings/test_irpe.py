@@ -304,3 +304,38 @@ def test_a_static_bias_combines_with_tables_on_values():
         fast = attend(q, k, v, state)
     assert torch.allclose(fast, attend(q, k, v, state, plain=True), atol=1e-6)
     assert (fast - attend(q, k, v)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("method", BUCKET_METHODS)
+@pytest.mark.parametrize(("mode", "on"), [("contextual", "qk"), ("contextual", "q"), ("bias", "qk")])
+def test_score_mod_of_every_pair_is_the_term(method, mode, on):
+    stack, encoding = make(1, method=method, mode=mode, on=on, shared_heads=False)
+    keep = torch.tensor([[4, 0, 9, 7], [3, 2, 1, 11]])
+    for positions in (Positions.grid(3, 4, num_prefix=1), Positions.grid(3, 4, num_prefix=1).take(keep)):
+        count = positions.num_tokens
+        q, k, v = content(count)
+        state = stack.prepare(positions)[0]
+        places = torch.meshgrid(*(torch.arange(n) for n in (2, HEADS, count, count)), indexing="ij")
+        change = encoding.score_mod(q, k, state.prepared[0])
+        logits = change(q @ k.mT * WIDTH**-0.5, *places)
+        assert torch.allclose(logits.softmax(-1) @ v, attend(q, k, v, state), atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_computes_the_same():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    stack, encoding = make(1, on="qk", shared_heads=False)
+    q, k, v = content(13)
+    state = stack.prepare(Positions.grid(3, 4, num_prefix=1))[0]
+    with torch.no_grad():
+        out = flex_attention(q, k, v, score_mod=encoding.score_mod(q, k, state.prepared[0]))
+        assert torch.allclose(out, attend(q, k, v, state), atol=1e-10)
+
+
+def test_flex_attention_has_no_place_for_tables_on_values():
+    stack, encoding = make(0, on="v")
+    q, k, _ = content(6)
+    with pytest.raises(ValueError, match="no place for tables on values"):
+        encoding.score_mod(q, k, stack.prepare(Positions.grid(2, 3))[0].prepared[0])

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mmpos import Positions, attend, create_encoding
 from mmpos.functional.bias import alibi_slopes
-from tests.golden.case import Case, Unknown
+from tests.golden.case import Case
 
 
 def tolerance(name: str, reference: Tensor, case: Case) -> float:
@@ -29,7 +29,8 @@ def run(case: Case) -> dict[str, Tensor]:
             return {"attention": attend(q, k, v, state)}
         return {"bias": state.prepared[0]}
     if not isinstance(heads, list):
-        raise Unknown(f"config.heads={heads!r}")
+        stack = create_encoding("alibi_2d", 8 * heads, heads)
+        return {"bias": stack.prepare(Positions.grid(case.option("height"), case.option("width")))[0].prepared[0]}
     positions = Positions.grid(case.option("height"), case.option("width"))
     stacks = {count: create_encoding("alibi_2d", 8 * count, count) for count in heads}
     return {f"bias.heads{count}": stack.prepare(positions)[0].prepared[0] for count, stack in stacks.items()}
