@@ -24,6 +24,8 @@ __all__ = ["Evaluation", "resolution_rule", "run_resolution", "stack_or_none"]
 
 OWN = "own"  # the rule of a model without an attached encoding: whatever the model does itself
 EXAMPLES = 16
+#: tokens of one forward pass on a CPU
+CPU_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -278,12 +280,17 @@ def _measure(
     stack = stack_or_none(model)
     out = {rule: _Measured() for rule in rules}
     cast = nullcontext() if autocast is None else torch.autocast(device.type, autocast)
+    # a CPU is fastest while the activations of a pass stay in its cache
+    patch = patch_size(model)
+    tokens = (used[0] // patch[0]) * (used[1] // patch[1])
+    chunk = max(1, CPU_TOKENS // tokens) if device.type == "cpu" else 2**31 - 1
     for images, labels in loader:
         images = images[..., : used[0], : used[1]].to(device)
+        parts = images.split(chunk)
         for rule in rules:
             with resolution_rule(stack, rule), cast:
                 start = now(device)
-                logits = model(images)
+                logits = torch.cat([model(part) for part in parts])
                 seconds = now(device) - start
             out[rule].add(logits, labels, seconds)
             if data is not None and rule == rules[0]:
