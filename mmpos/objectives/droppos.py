@@ -197,8 +197,8 @@ class DropPos(nn.Module):
         """
         if positions.grid_size is None or tuple(positions.grid_size) != self.grid or not positions.is_raster:
             raise ValueError(
-                f"positions: expected the complete grid {self.grid}, got {positions.grid_size}; create DropPos with the "
-                "grid of the model"
+                f"positions: expected the complete grid {self.grid}, got {positions.grid_size}; create DropPos with "
+                "the grid of the model"
             )
         batch, count, start = tokens.shape[0], positions.num_placed, positions.num_prefix
         mask = None if positions.mask is None else positions.mask.expand(batch, -1)
