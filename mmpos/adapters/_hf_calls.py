@@ -82,8 +82,9 @@ def base_forward(base: Any, host: Host, *args: Any, **kwargs: Any) -> Any:
         cache = next((part for part in out if hasattr(part, "get_seq_length")), None)
     if cache is not None:
         visual = (layout.block >= 0).any(0).nonzero()
-        before = getattr(cache, _STATE, None)
-        tail = length - 1 - int(visual[-1]) if len(visual) else length + (before.text_tail if before and past else 0)
+        before = getattr(cache, _STATE, None) if past else None
+        text_before = 0 if before is None else before.text_tail - (before.length - past)
+        tail = length - 1 - int(visual[-1]) if len(visual) else length + text_before
         setattr(cache, _STATE, _State(host.scheme, layout.cursor, past + length, tail))
     return out
 

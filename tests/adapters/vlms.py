@@ -39,9 +39,12 @@ _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 _ANYRES = [[12, 24], [24, 12], [24, 24]]
 _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {
-        "text_config": {**_TEXT, "rope_parameters": _MROPE},
+        "text_config": {
+            **_TEXT, "hidden_size": 64,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+        },
         "vision_config": {
-            "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "patch_size": 2, "mlp_ratio": 1,
+            "depth": 1, "embed_dim": 16, "hidden_size": 64, "num_heads": 2, "patch_size": 2, "mlp_ratio": 1,
         },
         **_TOKENS,
     },
