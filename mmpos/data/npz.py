@@ -76,12 +76,12 @@ class NpzData(TensorData):
         )
 
 
-def find_npz(root: str | Path | None) -> Path:
-    """The one ``.npz`` file a user means; raises with where it looked."""
+def find_npz(root: str | Path | None, name: str = "npz") -> Path:
+    """The one ``.npz`` file a user means; raises with where it looked. ``name`` is the data set that asks."""
     if root is None:
         raise ValueError(
-            "root: data npz needs the file or its folder; give data.root=<file.npz>. The layout is in "
-            "datasets/npz/README.md"
+            f"root: data {name} needs the file or its folder; give data.root=<file.npz>. The layout is in "
+            f"datasets/{name}/README.md"
         )
     path = Path(root).expanduser().absolute()
     if path.is_file():
@@ -95,9 +95,8 @@ def find_npz(root: str | Path | None) -> Path:
         else "it is not there"
     )
     raise FileNotFoundError(
-        f"root: data npz looked for {path} and {what}; give data.root=<file.npz>, or the folder of exactly one. The "
-        f"layout, and how to get "
-        "or make such a file, is in datasets/npz/README.md"
+        f"root: data {name} looked for {path} and {what}; give data.root=<file.npz>, or the folder of exactly one. The "
+        f"layout, and how to get or make such a file, is in datasets/{name}/README.md"
     )
 
 

@@ -20,6 +20,8 @@ _DATA = {
     "webdataset": ("shards", "ShardData"),
     "npz": ("npz", "NpzData"),
     "fake": ("fake", "Fake"),
+    "moving_mnist5k": ("video", "MovingMnist5k"),
+    "omniglot_pen_video": ("video", "PenVideo"),
 }
 
 

@@ -71,10 +71,11 @@ class Comparison:
     Args:
         labels: groups of runs, best first.
         encodings: encoding of each group.
-        sizes: image sizes.
+        sizes: image sizes, or numbers of frames.
         rules: resolution rules.
         cells: by (label, size, rule, metric).
         sort_size: the size the order comes from.
+        unit: unit of the sizes, ``px`` or ``frames``.
     """
 
     labels: list[str]
@@ -83,6 +84,7 @@ class Comparison:
     rules: list[str]
     cells: dict[tuple[str, int, str, str], Cell]
     sort_size: int
+    unit: str = "px"
 
     def best(self, label: str, size: int) -> float:
         """Highest mean accuracy of a group at a size over the rules; -1 where it was not measured."""
@@ -152,6 +154,10 @@ def compare_study(folder: str | Path, *, size: int | None = None) -> str:
 
 
 def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
+    units = {"frames" if run.settings.get("evaluation.name") == "frames" else "px" for run in runs}
+    if len(units) > 1:
+        raise ValueError("folders: some runs were tested at frame counts, others at image sizes; compare them apart")
+    unit = units.pop()
     labels = _labels(runs)
     gathered: dict[tuple[str, int, str, str], list[Row]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -170,12 +176,12 @@ def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
     if not sizes:
         raise ValueError("folders: the results hold no accuracy")
     if size is not None and size not in sizes:
-        raise ValueError(f"size: no run was tested at {size} px; tested were {sizes}")
+        raise ValueError(f"size: no run was tested at {size} {unit}; tested were {sizes}")
     first = ("index", "rescaled")
     seen = list(dict.fromkeys(key[2] for key in cells if key[3] == "accuracy"))
     rules = [rule for rule in first if rule in seen] + [rule for rule in seen if rule not in first]
     out = Comparison(
-        [], dict(zip(labels, (run.encoding for run in runs), strict=True)), sizes, rules, cells, size or sizes[-1]
+        [], dict(zip(labels, (run.encoding for run in runs), strict=True)), sizes, rules, cells, size or sizes[-1], unit
     )
     out.labels.extend(sorted(dict.fromkeys(labels), key=lambda label: (-out.best(label, out.sort_size), label)))
     return out
@@ -237,7 +243,8 @@ def _accuracy_table(comparison: Comparison) -> tuple[list[str], list[list[Any]]]
     first = [rule for rule in ("index", "rescaled") if rule in comparison.rules]
     other = [rule for rule in comparison.rules if rule not in first]
     columns = [*first, "other"] if other else first
-    header = ["encoding", "runs", *(f"{size} px {column}" for size in comparison.sizes for column in columns)]
+    sizes = [f"{size} {comparison.unit}" for size in comparison.sizes]
+    header = ["encoding", "runs", *(f"{size} {column}" for size in sizes for column in columns)]
     rows: list[list[Any]] = []
     for label in comparison.labels:
         cells: list[Any] = []
@@ -268,7 +275,8 @@ def _percent(cell: Cell | None, rule: str = "") -> Any:
 def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], title: str) -> None:
     groups, tested = len(comparison.labels), ", ".join(map(str, comparison.sizes))
     lead = (
-        f"{len(runs)} runs in {groups} groups, tested at {tested} px. Best accuracy at {comparison.sort_size} px first."
+        f"{len(runs)} runs in {groups} groups, tested at {tested} {comparison.unit}. Best accuracy at "
+        f"{comparison.sort_size} {comparison.unit} first."
     )
     document = Document(title, lead)
     document.heading("Accuracy")
@@ -348,7 +356,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
                 capsize=2,
             )
         style_axis(axis)
-        axis.set_title(f"{size} px", fontsize=10.5, loc="left", fontweight="bold")
+        axis.set_title(f"{size} {comparison.unit}", fontsize=10.5, loc="left", fontweight="bold")
         axis.set_xlabel("test accuracy (%)", fontsize=9)
         axis.set_xlim(left=max(0.0, axis.get_xlim()[0]))
     axes[0].set_yticks(range(count), [label if len(label) <= 60 else f"{label[:57]}..." for label in comparison.labels])

@@ -196,8 +196,9 @@ class Classifier(pl.LightningModule):
         answers = torch.stack([part.argmax(-1) for part in logits.split(counts, dim=-1)], dim=-1)
         right = answers == labels
         for (task, metric), of_task in zip(self.task_accuracy.items(), right.float().unbind(-1), strict=True):
-            metric.update(of_task)  # type: ignore[operator]
-            self.log(f"val/{task}_accuracy", metric, batch_size=len(labels))
+            counter: Any = metric
+            counter.update(of_task)
+            self.log(f"val/{task}_accuracy", counter, batch_size=len(labels))
         self.accuracy.update(right.all(-1).float())
         return sum_of_losses(logits, labels, counts)
 
