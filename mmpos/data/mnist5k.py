@@ -16,7 +16,7 @@ import torch
 from mmpos.data.base import TensorData, build_augment, hold_out
 from mmpos.data.images import statistics
 
-AFFINE = {"degrees": 10.0, "translate": 0.07, "scale": (0.9, 1.1), "shear": 5.0}
+AFFINE = {"degrees": 10.0, "translate": 0.07, "scale": (0.85, 1.25), "shear": 5.0}
 
 
 def mnist5k_file() -> Path:
