@@ -21,17 +21,45 @@ __all__ = ["Epochs", "FiniteLoss", "LastCheckpoint", "Progress", "Throughput", "
 class LastCheckpoint(Checkpoint):
     """Keep ``last.ckpt`` up to date: every few optimizer steps and at the end. The file is replaced in one move.
 
+    It also carries what a run that is restarted after its last step can no longer see: ``metric`` of the last validation,
+    the step it was ``measured_at``, and the ``seconds`` spent in training before and after any interruption.
+
     Args:
         folder: where ``last.ckpt`` goes.
         every_n_steps: optimizer steps between two writes.
+        monitor: name of the metric.
     """
 
-    def __init__(self, folder: Path, every_n_steps: int) -> None:
+    def __init__(self, folder: Path, every_n_steps: int, monitor: str) -> None:
         if every_n_steps < 1:
             raise ValueError(f"callbacks.checkpoint_every_n_steps: expected 1 or more, got {every_n_steps}")
         self.path = folder / "last.ckpt"
         self.every_n_steps = every_n_steps
+        self.monitor = monitor
+        self.metric = math.nan
+        self.measured_at = -1
+        self._seconds = 0.0
+        self._started: float | None = None
         self._saved = -1
+
+    @property
+    def seconds(self) -> float:
+        """Time in training so far."""
+        return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"metric": self.metric, "measured_at": self.measured_at, "seconds": self.seconds}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.metric, self.measured_at, self._seconds = state["metric"], int(state["measured_at"]), state["seconds"]
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._started = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is not None:
+            self.metric, self.measured_at = float(value), trainer.global_step
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
         step = trainer.global_step
@@ -41,6 +69,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._save(trainer)
+        self._seconds, self._started = self.seconds, None
 
     def _save(self, trainer: pl.Trainer) -> None:
         if not getattr(trainer, "fast_dev_run", False):
@@ -128,7 +157,7 @@ class Epochs(Callback):
             flush=True,
         )
         for logger in trainer.loggers:
-            logger.log_metrics({"images_per_second": self.throughput.epoch_rate}, step=trainer.global_step)
+            logger.log_metrics({"images_per_second": self.throughput.epoch_rate}, step=trainer.global_step - 1)
 
 
 class Progress(RichProgressBar):
@@ -173,4 +202,4 @@ def create_callbacks(options: CallbacksConfig, folder: Path) -> list[Callback]:
         save_top_k=1,
         save_on_train_epoch_end=False,
     )
-    return [*callbacks, best, LastCheckpoint(folder, options.checkpoint_every_n_steps)]
+    return [*callbacks, best, LastCheckpoint(folder, options.checkpoint_every_n_steps, options.monitor)]

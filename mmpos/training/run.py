@@ -29,7 +29,7 @@ from mmpos.config import (
     check_keys,
     difference,
 )
-from mmpos.training.callbacks import Progress, create_callbacks
+from mmpos.training.callbacks import LastCheckpoint, Progress, create_callbacks
 from mmpos.training.checkpoints import load_weights, newest_checkpoint, read_checkpoint
 from mmpos.training.module import Classifier
 from mmpos.training.studies import machine
@@ -163,6 +163,7 @@ def build_loggers(options: LoggerConfig, folder: Path, rows: list[dict[str, Any]
                 writer = logger.experiment
             if getattr(rank_zero_only, "rank", 0) == 0 and rows:
                 writer.metrics.extend(rows)
+                logger.save()
             loggers.append(logger)
         elif name == "tensorboard":
             try:
@@ -275,10 +276,12 @@ def train(
         content = read_checkpoint(ckpt_path)
         rows = earlier_rows(folder, int(content.get("global_step", 0)))
         del content
+    callbacks = create_callbacks(sections["callbacks"], checkpoints)
+    last = next(callback for callback in callbacks if isinstance(callback, LastCheckpoint))
     trainer = build_trainer(
         options,
         model,
-        callbacks=create_callbacks(sections["callbacks"], checkpoints),
+        callbacks=callbacks,
         loggers=[] if options.fast_dev_run else build_loggers(sections["logger"], folder, rows),
         folder=folder,
     )
@@ -294,21 +297,21 @@ def train(
         print(describe(config, data, model), flush=True)
     if config["model"].get("compile"):
         model.compile()  # in place: reassigning the attribute would rename every weight
-    with (
-        warnings.catch_warnings()
-    ):  # Lightning 2.6 asks torch 2.14 for a class that is about to go; nothing a user could change
+    with warnings.catch_warnings():
+        # Lightning 2.6 asks torch 2.14 for a class that is about to go; nothing a user could change
         warnings.filterwarnings("ignore", message=".*LeafSpec.*")
         if ckpt_path is not None:
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
         trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=None if ckpt_path is None else True)
-    value = trainer.callback_metrics.get(sections["callbacks"].monitor)
-    metric = float("nan") if value is None else float(value)
+        if last.measured_at < trainer.global_step and not options.fast_dev_run:  # cut off before its last validation
+            trainer.validate(module, datamodule=data, verbose=False)
+    metric = last.metric
     zero, world = trainer.is_global_zero, trainer.world_size
     if world > 1 and torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
     if zero and not options.fast_dev_run:
-        seconds = time.time() - started
+        trained = time.time()
         data.trainer = None  # the evaluation sees all test images, whatever the number of processes was
         recipe = config.get("recipe_name", "custom")
         named = [] if recipe == "custom" else [f"recipe={recipe}"]
@@ -323,8 +326,8 @@ def train(
             "epochs": trainer.current_epoch,
             "steps": trainer.global_step,
             "parameters": sum(p.numel() for p in model.parameters()),
-            "train_seconds": round(seconds, 1),
-            "evaluate_seconds": round(time.time() - started - seconds, 1),
+            "train_seconds": round(last.seconds, 1),
+            "evaluate_seconds": round(time.time() - trained, 1),
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),
             "overrides": list(overrides),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from mmpos.training import run as run_module
 from mmpos.training.checkpoints import newest_checkpoint
+from mmpos.training.module import Classifier
 from mmpos.training.run import train
 from tests.training.conftest import ROOT, SMALL, launch, losses, weights
 
@@ -25,8 +28,6 @@ class Killed(BaseException):
 
 def train_until(monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], folder: Path, step: int) -> None:
     """Run until a training step begins, then stop without any ceremony."""
-    from mmpos.training.module import Classifier
-
     original = Classifier.training_step
 
     def training_step(self: Classifier, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -70,6 +71,40 @@ def test_resumed_run_ends_like_an_uninterrupted_one(
         assert torch.equal(expected[name], got[name]), name
     assert resumed == whole
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("place", ["validation", "evaluation"])
+def test_run_that_is_cut_off_after_its_last_step_keeps_metric_and_time(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    config = small("callbacks.checkpoint_every_n_steps=4", "data.test_count=32")
+    expected = train(config, tmp_path / "whole")
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if place == "evaluation":
+            patch.setattr(run_module, "evaluate", stop)
+        else:
+            original = Classifier.validation_step
+            patch.setattr(
+                Classifier,
+                "validation_step",
+                lambda self, *batch: original(self, *batch) if self.current_epoch == 0 else stop(),
+            )
+        with pytest.raises(Killed):
+            train(config, tmp_path / "cut")
+    before = losses(tmp_path / "cut")
+    last = newest_checkpoint(tmp_path / "cut" / "checkpoints")
+    got = train(config, tmp_path / "cut", ckpt_path=last)
+    assert got == expected
+    summary = json.loads((tmp_path / "cut" / "summary.json").read_text())
+    assert summary["val/accuracy"] == expected
+    assert summary["steps"] == 12
+    assert summary["train_seconds"] > 0
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert before.items() <= losses(tmp_path / "cut").items()
 
 
 @pytest.mark.slow
