@@ -21,8 +21,8 @@ __all__ = ["Epochs", "FiniteLoss", "LastCheckpoint", "Progress", "Throughput", "
 class LastCheckpoint(Checkpoint):
     """Keep ``last.ckpt`` up to date: every few optimizer steps and at the end. The file is replaced in one move.
 
-    It also carries what a run that is restarted after its last step can no longer see: ``metric`` of the last validation,
-    the step it was ``measured_at``, and the ``seconds`` spent in training before and after any interruption.
+    It also carries what a run that is restarted after its last step can no longer see: ``metric`` of the last
+    validation, the step it was ``measured_at``, and the ``seconds`` spent in training, interruptions apart.
 
     Args:
         folder: where ``last.ckpt`` goes.
