@@ -116,7 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="mmpos", description="Position encodings for vision and vision-language transformers."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser("list", help="all encodings")
+    listing = commands.add_parser("list", help="all encodings, or all position schemes of vision-language decoders")
+    listing.add_argument(
+        "--kind", choices=("encoding", "scheme"), default="encoding", help="what to list (default: %(default)s)"
+    )
     show = commands.add_parser("show", help="facts and options of an encoding")
     show.add_argument("name")
     plot = commands.add_parser("plot", help="picture of an encoding")
@@ -139,7 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _list(_: argparse.Namespace) -> None:
+def _list(options: argparse.Namespace) -> None:
+    if options.kind == "scheme":
+        _list_schemes()
+        return
     from mmpos.encodings import encoding_class, list_encodings
 
     rows = []
@@ -156,6 +162,17 @@ def _list(_: argparse.Namespace) -> None:
             ]
         )
     _table(["name", "method", "acts on", "axes", "other resolutions", "source"], rows)
+
+
+def _list_schemes() -> None:
+    from mmpos.multimodal import SCHEMES
+
+    rows = []
+    for name, row in sorted(SCHEMES.items()):
+        cursor = f"{row.cursor}, space reset" if row.reset else row.cursor
+        layout = row.block if row.layers == "same" else f"{row.block}, layers {row.layers}"
+        rows.append([name, layout, row.text, cursor, row.allocation, row.source])
+    _table(["name", "block layout", "text rule", "cursor rule", "allocation", "source"], rows)
 
 
 def _show(options: argparse.Namespace) -> None:

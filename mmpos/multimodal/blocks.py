@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,37 +22,115 @@ __all__ = ["BLOCK_LAYOUTS", "Cells", "cells_of", "rings"]
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Raster places of visual tokens, with the sizes of their blocks.
+    """Raster places of visual tokens, with the sizes of their blocks; what a layout does not ask for is not computed.
+
+    Args:
+        tokens: the flat batch.
+        places: slot of each visual token in the flattened batch.
+        block: block it belongs to.
+        index: raster index inside the block.
 
     Shape:
-        all ``(n,)``: t, h, w indices; frames, rows, cols sizes; index raster index; block; is_video.
-        ``num_blocks`` blocks in all; step per block ``(blocks,)``, time ``(n,)`` seconds.
+        places, block, index and all per-token properties ``(n,)``; ``sizes`` ``(blocks, 3)``, ``step`` ``(blocks,)``.
     """
 
-    t: Tensor
-    h: Tensor
-    w: Tensor
-    frames: Tensor
-    rows: Tensor
-    cols: Tensor
-    index: Tensor
+    tokens: Tokens
+    places: Tensor
     block: Tensor
-    is_video: Tensor
-    time: Tensor
-    tile_rows: Tensor
-    tile_cols: Tensor
-    step: Tensor
-    sizes: Tensor
-    num_blocks: int
+    index: Tensor
+
+    @property
+    def num_blocks(self) -> int:
+        """Images and videos in the batch."""
+        return self.tokens.sizes.shape[0]
+
+    @property
+    def sizes(self) -> Tensor:
+        """(frames, rows, cols) of each block."""
+        return self.tokens.sizes
+
+    @property
+    def step(self) -> Tensor:
+        """Own step of each block, NaN where the scheme decides."""
+        return self.tokens.step
+
+    def of_block(self, values: Tensor) -> Tensor:
+        """A value of each block, for each token."""
+        return values.contiguous().index_select(0, self.block)
+
+    @cached_property
+    def frames(self) -> Tensor:
+        """Frames of the block."""
+        return self.of_block(self.sizes[:, 0])
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Rows of the block."""
+        return self.of_block(self.sizes[:, 1])
+
+    @cached_property
+    def cols(self) -> Tensor:
+        """Columns of the block."""
+        return self.of_block(self.sizes[:, 2])
+
+    @cached_property
+    def _line(self) -> Tensor:
+        """Row over all frames of the block. Quotients of floats: integer division takes ten times as long, and with
+        both numbers below 2 ** 26 the rounded quotient never reaches the next integer.
+        """
+        return (self.index.double() / self.of_block(self.sizes[:, 2].double())).long()
+
+    @cached_property
+    def t(self) -> Tensor:
+        """Frame."""
+        if bool((self.sizes[:, 0] == 1).all()):
+            return torch.zeros_like(self.index)
+        return (self._line.double() / self.of_block(self.sizes[:, 1].double())).long()
+
+    @cached_property
+    def h(self) -> Tensor:
+        """Row in the frame."""
+        return torch.addcmul(self._line, self.t, self.rows, value=-1)
+
+    @cached_property
+    def w(self) -> Tensor:
+        """Column in the frame."""
+        return torch.addcmul(self.index, self._line, self.cols, value=-1)
+
+    @cached_property
+    def is_video(self) -> Tensor:
+        """Whether the block is a video."""
+        return self.tokens.kind.flatten()[self.places] == VIDEO
+
+    @cached_property
+    def time(self) -> Tensor:
+        """Seconds since the first frame of the block."""
+        return self.tokens.times[self.of_block(self.tokens.time_start) + self.t]
+
+    @cached_property
+    def tile_rows(self) -> Tensor:
+        """Rows of tiles of the block."""
+        return self.of_block(self.tokens.tiles[:, 0])
+
+    @cached_property
+    def tile_cols(self) -> Tensor:
+        """Columns of tiles of the block."""
+        return self.of_block(self.tokens.tiles[:, 1])
 
     @property
     def count(self) -> Tensor:
         """Tokens of the block each token belongs to."""
-        return self.frames * self.rows * self.cols
+        return self.of_block(self.sizes.prod(1))
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Which of the tokens is the last of its block, for each block in the order of slots."""
+        starts = (self.index == 0).nonzero()[:, 0]
+        return torch.cat([starts[1:], starts.new_full((min(len(starts), 1),), len(self.index))]) - 1
 
     def steps(self, default: Tensor | float) -> Tensor:
         """Step of each token's block, or the default where the block has none of its own."""
-        own = self.step[self.block]
+        own = self.of_block(self.step)
         return torch.where(own.isnan(), torch.as_tensor(default, dtype=torch.float64, device=own.device), own)
 
 
@@ -59,30 +138,11 @@ def cells_of(tokens: Tokens) -> tuple[Tensor, Cells]:
     """Flat places of all visual tokens in the batch, and their cells."""
     block = tokens.block.flatten()
     places = (block >= 0).nonzero()[:, 0]
-    block = block[places]
-    index = tokens.local.flatten()[places]
-    frames, rows, cols = tokens.sizes[block].unbind(1)
-    frame_size = rows * cols
-    t = index.div(frame_size, rounding_mode="floor")
-    rest = index - t * frame_size
-    h = rest.div(cols, rounding_mode="floor")
-    tile_rows, tile_cols = tokens.tiles[block].unbind(1)
     cells = Cells(
-        t=t,
-        h=h,
-        w=rest - h * cols,
-        frames=frames,
-        rows=rows,
-        cols=cols,
-        index=index,
-        block=block,
-        is_video=tokens.kind.flatten()[places] == VIDEO,
-        time=tokens.times[tokens.time_start[block] + t],
-        tile_rows=tile_rows,
-        tile_cols=tile_cols,
-        step=tokens.step,
-        sizes=tokens.sizes,
-        num_blocks=len(tokens.sizes),
+        tokens=tokens,
+        places=places,
+        block=block.index_select(0, places),
+        index=tokens.local.flatten().index_select(0, places),
     )
     return places, cells
 

@@ -116,9 +116,8 @@ class Scheme:
         """Ids of flat tokens, from ``cursor (V, B)`` on (default 0)."""
         variants, layer_variant = self.variants(num_layers)
         places, cells = cells_of(tokens)
-        ends = (cells.index == cells.count - 1).nonzero()[
-            :, 0
-        ]  # the last token of each block carries its whole advance
+        ends = cells.ends  # the last token of each block carries its whole advance
+        last, ended = places[ends], cells.block[ends]
         real_text = tokens.kind == TEXT
         padding = tokens.kind == PAD
         has_shared = bool((tokens.kind == SHARED_TEXT).any())
@@ -131,18 +130,19 @@ class Scheme:
             if start is not None and start.is_floating_point():
                 dtype = torch.float64
             step = real_text.to(dtype)
-            step.view(-1)[places[ends]] = advance.to(dtype)[cells.block[ends]]
+            step.view(-1)[last] = advance.to(dtype)[ended]
             total = step.cumsum(1)
             before = total - step  # exclusive sum: the cursor each token finds, equal over a block
             if start is not None:
                 before += start[:, None].to(dtype)
-            carried = before.view(-1)[places]
+            carried = before.view(-1).index_select(0, places)
             if has_shared:
                 before = before + torch.where(tokens.kind == SHARED_TEXT, tokens.local, 0)
             out = self.place_text(before.masked_fill_(padding, 0)).clone(memory_format=torch.contiguous_format)
             for axis in range(out.shape[0]):
                 carries = axis == 0 or not variant.reset
-                out[axis].view(-1)[places] = (offsets[axis].to(dtype) + carried) if carries else offsets[axis].to(dtype)
+                values = offsets[axis].to(dtype)
+                out[axis].view(-1).index_copy_(0, places, values + carried if carries else values)
             ids.append(out)
             cursors.append(step.sum(1) + (0 if start is None else start.to(dtype)))
             if variant.block == "concentric":

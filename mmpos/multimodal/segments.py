@@ -217,7 +217,11 @@ def tokens_from_types(
     if mask is not None and mask.shape != types.shape:
         raise ValueError(f"mask: expected {tuple(types.shape)}, got {tuple(mask.shape)}")
     device = types.device
-    kind = types.long() if mask is None else types.long().masked_fill(~mask.bool(), PAD)
+    kind = types.long()
+    if mask is not None:
+        padding = mask == 0
+        if bool(padding.any()):
+            kind = kind.masked_fill(padding, PAD)
     grids: dict[int, Tensor] = {}
     times: dict[int, Tensor] = {}
     for code, given in ((IMAGE, image_grids), (VIDEO, video_grids)):
@@ -250,18 +254,19 @@ def tokens_from_types(
     for code, base in ((IMAGE, 0), (VIDEO, len(grids[IMAGE]))):
         counts = grids[code].prod(1)
         ends = counts.cumsum(0)
-        places = (kind == code).flatten().nonzero()[:, 0]
+        places = (kind == code).view(-1).nonzero()[:, 0]
         expected = int(ends[-1]) if len(ends) else 0
         if len(places) != expected:
             _report_mismatch(kind, code, counts, expected)
-        order = torch.arange(len(places), device=device)
         owner = torch.repeat_interleave(counts)
-        inside = order - (ends - counts)[owner]
-        block.view(-1)[places] = owner + base
-        local.view(-1)[places] = inside
-        gaps = (inside[1:] > 0) & (places[1:] - places[:-1] != 1)
-        wraps = (inside[1:] > 0) & (places[1:] % kind.shape[1] == 0)
-        if bool((gaps | wraps).any()):  # padding inside a row is legal, other tokens are not
+        inside = torch.arange(len(places), device=device) - (ends - counts).index_select(0, owner)
+        block.view(-1).index_copy_(0, places, owner + base if base else owner)
+        local.view(-1).index_copy_(0, places, inside)
+        # a block stands in one piece when its last slot is as far from its first as it is long, in the same row
+        starts, stops = (ends - counts)[counts > 0], ends[counts > 0] - 1
+        first, last = places[starts], places[stops]
+        split = (last - first != stops - starts) | (last // kind.shape[1] != first // kind.shape[1])
+        if bool(split.any()):  # padding inside a row is legal, other tokens are not
             _check_contiguous(kind, places, inside, code)
     sizes = torch.cat([grids[IMAGE], grids[VIDEO]])
     frames = sizes[:, 0]

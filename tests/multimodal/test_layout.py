@@ -195,3 +195,43 @@ def test_every_scheme_names_its_source_and_allocates_any_even_head() -> None:
         assert row.source
         if row.allocation != "by_head":
             assert row.allocate(32).pairs == 32
+
+
+@pytest.mark.parametrize("name", list_schemes())
+def test_text_alone_has_a_short_way_with_the_same_result(name: str) -> None:
+    start = scheme(name).layout([[Text(2), Image(2, 3)], [Text(4)]], padding_side="left", num_layers=LAYERS)
+    real = torch.tensor([[True, True, True], [False, True, True]])
+    short = scheme(name).lay_out_text(real, cursor=start.cursor, num_layers=LAYERS)
+    long = start.extend([[Text(3)], [Text(2)]])
+    for layer in (0, LAYERS - 1):
+        assert torch.equal(short.position_ids(layer)[:, 0].double(), long.position_ids(layer)[:, 0, -3:].double())
+        assert torch.equal(short.position_ids(layer)[:, 1, 1:].double(), long.position_ids(layer)[:, 1, -3:-1].double())
+        assert torch.equal(short.next_ids(2, layer).double(), long.next_ids(2, layer).double())
+    assert torch.equal(short.mask, real)
+
+
+@pytest.mark.parametrize("name", ["mrope", "cca", "pype", "circlerope_age"])
+def test_a_layout_cut_in_two_is_joined_again(name: str) -> None:
+    rows = [[Text(2), Image(4, 5), Text(3)], [Text(1), Image(2, 3)]]
+    layout = scheme(name).layout(rows, padding_side="left", num_layers=LAYERS)
+    first, second = layout.slots(0, 22), layout.slots(22, 25)
+    joined = first.append(second)
+    assert torch.equal(joined.ids, layout.ids)
+    assert torch.equal(joined.kind, layout.kind)
+    assert torch.equal(joined.cursor, layout.cursor)
+    twice = layout.rows(torch.tensor([1, 0, 0]))
+    for layer in (0, LAYERS - 1):
+        assert torch.equal(twice.dense_mask(layer), layout.dense_mask(layer)[[1, 0, 0]])
+        assert torch.equal(twice.next_ids(2, layer), layout.next_ids(2, layer)[:, [1, 0, 0]])
+
+
+def test_a_block_in_two_rows_or_with_text_inside_is_refused_but_padding_inside_is_not() -> None:
+    grids = torch.tensor([[1, 2, 2]])
+    with pytest.raises(ValueError, match="interrupted in row 1 after 1 tokens"):
+        scheme("mrope").layout_from_types(torch.tensor([[0, 0, 1], [1, 1, 1]]), image_grids=grids)
+    types = torch.tensor([[0, 1, 1, 0, 1, 1]])
+    with pytest.raises(ValueError, match="interrupted in row 0 after 2 tokens"):
+        scheme("mrope").layout_from_types(types, image_grids=grids)
+    mask = torch.tensor([[1, 1, 1, 0, 1, 1]])
+    layout = scheme("mrope").layout_from_types(types, image_grids=grids, mask=mask)
+    assert layout.position_ids()[:, 0, [1, 2, 4, 5]].tolist() == [[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 1, 2]]
