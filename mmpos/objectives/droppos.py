@@ -55,7 +55,7 @@ def smoothing_targets(
         Returns ``(L, L)`` with ``L`` the number of cells.
 
     Example:
-        >>> smoothing_targets((1, 3), 1.0).sum(1).tolist()
+        >>> smoothing_targets((1, 3), 1.0).sum(1).round(decimals=5).tolist()
         [1.0, 1.0, 1.0]
     """
     if sigma < 0:
