@@ -64,8 +64,9 @@ def reference_model() -> Any:
 
     small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     config = Qwen2VLConfig(
-        text_config={"vocab_size": 8, "hidden_size": 16, "rope_parameters": rope, **small},
+        text_config={"vocab_size": 8, "hidden_size": 16, "rope_parameters": rope, **tokens, **small},
         vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "spatial_merge_size": MERGE},
     )
     return Qwen2VLForConditionalGeneration(config).model

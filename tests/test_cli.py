@@ -12,6 +12,7 @@ import pytest
 from mmpos import list_encodings
 from mmpos.cli import _described, main
 from mmpos.encodings import encoding_class, encoding_options
+from mmpos.multimodal import list_schemes
 from tests.training.conftest import SMALL, launch
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +23,15 @@ def test_list_names_every_encoding(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for name in list_encodings():
         assert re.search(rf"\b{name}\b", out), name
+
+
+def test_list_names_every_scheme_with_its_four_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--kind", "scheme"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in list_schemes():
+        assert any(re.match(rf"\W*{name}\b", line) for line in lines), name
+    reset = next(line for line in lines if re.match(r"\W*mrope_interleave_reset\b", line))
+    assert re.search(r"grid.*all.*extent, space reset.*interleaved.*2510\.23095", reset)
 
 
 def test_show_tells_facts_and_options(capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +89,7 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_study_compares_skips_what_is_done_and_refreshes_readmes(tmp_path: Path) -> None:
     study = ("hydra.sweep.dir=study", "evaluation=resolution", "sizes=[16,24]", "trainer.max_epochs=1")
     out = launch(tmp_path, "-m", *SMALL, *study, "encoding=none,sincos", "seed=0,1")
@@ -103,6 +114,7 @@ def test_study_compares_skips_what_is_done_and_refreshes_readmes(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_train_evaluate_and_resume_from_another_directory(tmp_path: Path) -> None:
     out = launch(tmp_path, *SMALL, "trainer.max_epochs=1", "hydra.run.dir=run", "evaluation=resolution", "sizes=[16]")
     assert out.returncode == 0, out.stderr[-3000:]
@@ -111,7 +123,7 @@ def test_train_evaluate_and_resume_from_another_directory(tmp_path: Path) -> Non
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
     )
     assert evaluated.returncode == 0, evaluated.stderr[-3000:]
     assert ",24,rescaled,accuracy," in (tmp_path / "run" / "results.csv").read_text()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import position_ids
 from mmpos.adapters.transformers import attach, detach, own_scheme, scheme_of, supported_models
 from mmpos.multimodal import Image, PositionLayout, Text, Tiles, Video, channel_tables, rotary_angles, scheme
 from tests.adapters.vlms import GRID_MODELS, IMAGE, MODELS, SPLIT_MODELS, batch_of, noise, random_ids, tiny_vlm
@@ -535,3 +536,11 @@ def test_every_tested_model_is_a_supported_one() -> None:
     assert set(SPLIT_MODELS) < set(GRID_MODELS)
     assert noise(2).shape == (2,)
     assert replace(scheme("mrope"), cursor="spatial").cursor == scheme("mrope_hf5").cursor
+
+
+def test_ids_equal_those_of_transformers_on_a_large_batch() -> None:
+    inputs, model = position_ids.batch(tokens=12000, images=60, videos=4), position_ids.reference_model()
+    expected, deltas = model.get_rope_index(inputs["mm_token_type_ids"], **inputs)
+    layout = position_ids.ours(inputs)
+    assert torch.equal(layout.position_ids(), expected)
+    assert deltas.shape == layout.rope_deltas().shape
