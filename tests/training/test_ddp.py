@@ -13,6 +13,7 @@ from tests.training.conftest import SMALL, launch, losses
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_two_processes_take_the_steps_of_one(tmp_path: Path) -> None:
     # 44 images: the last global batch of the epoch is incomplete and left out
     common = (*SMALL, "data.train_count=44", "data.num_classes=3")

@@ -108,6 +108,7 @@ def test_run_that_is_cut_off_after_its_last_step_keeps_metric_and_time(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2400)
 def test_killed_process_resumes_exactly(tmp_path: Path) -> None:
     """The same with a real process and SIGKILL in the middle of an epoch, through the command line."""
     every = (*SMALL, "trainer.max_epochs=3", "callbacks.checkpoint_every_n_steps=2", "data.train_count=400")
