@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._timing import blocked, machine, print_table
+from benchmarks._timing import blocked, keep_freed_memory, machine, print_table
 from mmpos.multimodal import PositionLayout, scheme
 
 ROWS, TOKENS, IMAGES, VIDEOS, MERGE = 4, 100_000, 500, 20, 2
@@ -90,6 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory()
     inputs, model = batch(), reference_model()
     theirs = lambda: model.get_rope_index(inputs["mm_token_type_ids"], **inputs)  # noqa: E731
     ids, _ = theirs()

@@ -15,11 +15,23 @@ import torch
 from torch import Tensor
 
 from mmpos.multimodal import allocation as alloc
+from mmpos.multimodal._grid import grid_ids
 from mmpos.multimodal.allocation import Allocation
 from mmpos.multimodal.blocks import BLOCK_LAYOUTS, cells_of, rings
 from mmpos.multimodal.cursor import CURSOR_RULES
 from mmpos.multimodal.layout import PositionLayout
-from mmpos.multimodal.segments import PAD, SHARED_TEXT, TEXT, Segment, Tokens, tokens_from_segments, tokens_from_types
+from mmpos.multimodal.segments import (
+    IMAGE,
+    PAD,
+    SHARED_TEXT,
+    TEXT,
+    VIDEO,
+    Segment,
+    Tokens,
+    kinds_of,
+    tokens_from_segments,
+    tokens_from_types,
+)
 
 __all__ = ["SCHEMES", "Scheme", "list_schemes", "scheme"]
 
@@ -110,7 +122,43 @@ class Scheme:
         :func:`~mmpos.multimodal.segments.tokens_from_types`.
         """
         grids.setdefault("split_frames", self.split_frames)
-        return self.lay_out(tokens_from_types(types, **grids), cursor=cursor, num_layers=num_layers)
+        short = self._short_way(types, cursor, **grids)
+        return short or self.lay_out(tokens_from_types(types, **grids), cursor=cursor, num_layers=num_layers)
+
+    def _short_way(
+        self,
+        types: Tensor,
+        cursor: Tensor | None,
+        *,
+        image_grids: Tensor | None = None,
+        video_grids: Tensor | None = None,
+        mask: Tensor | None = None,
+        merge_size: int = 1,
+        split_frames: bool = False,
+        **others: Any,
+    ) -> PositionLayout | None:
+        """Plain grids with whole ids, by lines of tokens; ``None`` where only the general way leads."""
+        plain = self.block == "grid" and not self.block_options and self.text == "all" and self.layers == "same"
+        if not plain or others.get("temporal_merge_size", 1) != 1:
+            return None
+        if self.cursor not in ("max", "spatial", "extent") or (cursor is not None and cursor.is_floating_point()):
+            return None
+        kind = kinds_of(types, mask)
+        sizes, advance = {}, {}
+        for code, given in ((IMAGE, image_grids), (VIDEO, video_grids)):
+            size = torch.zeros(0, 3, dtype=torch.long) if given is None else given.long().reshape(-1, 3)
+            size = torch.stack([size[:, 0], size[:, 1] // merge_size, size[:, 2] // merge_size], dim=1)
+            if code == VIDEO and split_frames:
+                size = size.repeat_interleave(size[:, 0], dim=0)
+                size[:, 0] = 1
+            size = size.to(types.device)
+            sizes[code] = size
+            advance[code] = (size[:, 1:] if self.cursor == "spatial" else size).amax(1)
+        found = grid_ids(kind, sizes, advance, None if cursor is None else cursor[0], self.reset)
+        if found is None:
+            return None
+        ids, block, total = found
+        return PositionLayout(scheme=self, ids=ids[None], kind=kind, block=block, cursor=total[None])
 
     def lay_out(self, tokens: Tokens, *, cursor: Tensor | None = None, num_layers: int = 1) -> PositionLayout:
         """Ids of flat tokens, from ``cursor (V, B)`` on (default 0)."""

@@ -212,16 +212,8 @@ def tokens_from_types(
     Shape:
         types, mask ``(B, L)``; grids ``(blocks, 3)``.
     """
-    if types.dim() != 2:
-        raise ValueError(f"types: expected (B, L), got {tuple(types.shape)}")
-    if mask is not None and mask.shape != types.shape:
-        raise ValueError(f"mask: expected {tuple(types.shape)}, got {tuple(mask.shape)}")
+    kind = kinds_of(types, mask)
     device = types.device
-    kind = types.long()
-    if mask is not None:
-        padding = mask == 0
-        if bool(padding.any()):
-            kind = kind.masked_fill(padding, PAD)
     grids: dict[int, Tensor] = {}
     times: dict[int, Tensor] = {}
     for code, given in ((IMAGE, image_grids), (VIDEO, video_grids)):
@@ -280,6 +272,20 @@ def tokens_from_types(
         times=torch.cat([times[IMAGE], times[VIDEO]]),
         step=torch.full((len(sizes),), float("nan"), dtype=torch.float64, device=device),
     )
+
+
+def kinds_of(types: Tensor, mask: Tensor | None) -> Tensor:
+    """Token types with padding marked, int64. Shape: ``(B, L)``."""
+    if types.dim() != 2:
+        raise ValueError(f"types: expected (B, L), got {tuple(types.shape)}")
+    if mask is not None and mask.shape != types.shape:
+        raise ValueError(f"mask: expected {tuple(types.shape)}, got {tuple(mask.shape)}")
+    kind = types.long().contiguous()
+    if mask is not None:
+        padding = mask == 0
+        if bool(padding.any()):
+            kind = kind.masked_fill(padding, PAD)
+    return kind
 
 
 def _report_mismatch(kind: Tensor, code: int, counts: Tensor, expected: int) -> None:

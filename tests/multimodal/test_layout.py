@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmpos.multimodal import SCHEMES, Image, Text, Tiles, Video, list_schemes, scheme
+from mmpos.multimodal.segments import tokens_from_segments
 
 LAYERS = 9
 
@@ -235,3 +236,39 @@ def test_a_block_in_two_rows_or_with_text_inside_is_refused_but_padding_inside_i
     mask = torch.tensor([[1, 1, 1, 0, 1, 1]])
     layout = scheme("mrope").layout_from_types(types, image_grids=grids, mask=mask)
     assert layout.position_ids()[:, 0, [1, 2, 4, 5]].tolist() == [[1, 1, 1, 1], [1, 1, 2, 2], [1, 2, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "name", ["mrope", "mrope_hf5", "mrope_interleave", "mrope_interleave_reset", "mhrope", "omnirope"]
+)
+@settings(max_examples=25, deadline=None)
+@given(rows=segment_rows(), side=st.sampled_from(["left", "right"]), extra=st.integers(0, 2), second=st.booleans())
+def test_grids_laid_out_by_lines_equal_the_general_way(
+    name: str, rows: list, side: str, extra: int, second: bool
+) -> None:
+    """The short way for types and grids against segments, also counted on from a cursor."""
+    rows = [[part for part in row if not isinstance(part, Tiles)] or [Text(1)] for row in rows]
+    rule = scheme(name, split_frames=False)
+    longest = rule.layout(rows).kind.shape[1]
+    tokens = tokens_from_segments(rows, padding_side=side, length=longest + extra)
+    cursor = torch.arange(3, 3 + len(rows))[None] if second else None
+    expected = rule.lay_out(tokens, cursor=cursor)
+    sizes = [[torch.tensor([s.rows, s.cols]) for row in rows for s in row if isinstance(s, Image)]]
+    videos = [torch.tensor([s.frames, s.rows, s.cols]) for row in rows for s in row if isinstance(s, Video)]
+    images = [torch.cat([torch.ones(1, dtype=torch.long), size]) for size in sizes[0]]
+    found = rule._short_way(
+        tokens.kind.clamp_min(0),
+        cursor,
+        image_grids=torch.stack(images) if images else None,
+        video_grids=torch.stack(videos) if videos else None,
+        mask=tokens.mask,
+    )
+    assert found is not None
+    assert torch.equal(found.ids, expected.ids)
+    assert torch.equal(found.kind, expected.kind)
+    assert torch.equal(found.cursor, expected.cursor)
+    together = (found.block[:, :, None] == found.block[:, None]) == (
+        expected.block[:, :, None] == expected.block[:, None]
+    )
+    assert together.all()
+    assert torch.equal(found.block < 0, expected.block < 0)
