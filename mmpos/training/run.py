@@ -46,6 +46,7 @@ SECTIONS = {
     "callbacks": CallbacksConfig,
 }
 
+EVALUATIONS = (None, "none", "resolution", "frames")
 
 # -- building -----------------------------------------------------------------------------------------------------
 
@@ -97,6 +98,9 @@ def check_config(config: Mapping[str, Any]) -> None:
         problems.append(
             f"data: {config['data']['name']} has no option {', '.join(unknown)}; its options are {sorted(known)}"
         )
+    evaluation = (config.get("evaluation") or {}).get("name")
+    if evaluation not in EVALUATIONS:
+        problems.append(f"evaluation.name: expected one of {', '.join(map(str, EVALUATIONS[1:]))}, got {evaluation!r}")
     if problems:
         raise ValueError(
             "\n".join(problems)
@@ -356,8 +360,6 @@ def evaluate(
     name = evaluation.pop("name", None)
     if name in (None, "none"):
         return
-    if name not in ("resolution", "frames"):
-        raise ValueError(f"evaluation.name: expected 'resolution', 'frames' or 'none', got {name!r}")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if (name == "frames") != hasattr(data, "frames"):

@@ -151,7 +151,7 @@ def test_all_faults_of_a_configuration_are_reported_together(small: Make) -> Non
         (("callbacks.ema_decay=1.5",), "callbacks.ema_decay"),
         (("callbacks.checkpoint_every_n_steps=0",), "callbacks.checkpoint_every_n_steps: expected 1 or more"),
         (("logger.names=[mlflow]",), "logger.names: expected csv, tensorboard or wandb, got 'mlflow'"),
-        (("evaluation.name=resolutoin",), "evaluation.name: expected 'resolution' or 'none'"),
+        (("evaluation.name=resolutoin",), "evaluation.name: expected one of none, resolution, frames"),
         (("data.image_size=2",), "smaller than one patch"),
     ],
 )
