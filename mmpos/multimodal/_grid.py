@@ -41,8 +41,8 @@ def grid_ids(
     if bool((kinds > VIDEO).any()):
         return None
     ends = torch.cat([heads[1:], heads.new_tensor([flat.numel()])])
-    pieces = [_visual(code, heads, ends, kinds, sizes[code]) for code in (IMAGE, VIDEO)]
-    if pieces[0] is None or pieces[1] is None:
+    images, videos = (_visual(code, heads, ends, kinds, sizes[code]) for code in (IMAGE, VIDEO))
+    if images is None or videos is None:
         return None
     plain = kinds <= TEXT
     heads, lengths, kinds = heads[plain], (ends - heads)[plain], kinds[plain]
@@ -50,7 +50,7 @@ def grid_ids(
     # columns: slot, kind, block, rows, cols, lines, advance
     parts = [torch.stack([heads, kinds, one * -1, one, lengths, one, lengths * (kinds == TEXT)])]
     base = 0
-    for code, found in zip((IMAGE, VIDEO), pieces, strict=True):
+    for code, found in ((IMAGE, images), (VIDEO, videos)):
         frames, rows, cols = sizes[code].unbind(1)
         block = torch.arange(len(found), device=device) + base
         table = torch.stack([found, torch.full_like(found, code), block, rows, cols, frames * rows, advance[code]])
