@@ -134,7 +134,6 @@ def test_train_evaluate_and_resume_from_another_directory(tmp_path: Path) -> Non
     for arguments, message in (
         (("resume=nowhere",), "nowhere holds no config.yaml"),
         (("resume=run", "recipe=vit_none"), "recipe: cannot change"),
-        (("resume=run", "data.batch_size=4"), "global_batch"),
     ):
         failed = launch(tmp_path, *arguments)
         assert failed.returncode != 0

@@ -73,6 +73,16 @@ def test_resumed_run_ends_like_an_uninterrupted_one(
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+def test_other_batches_cannot_continue_an_epoch(
+    small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = "callbacks.checkpoint_every_n_steps=2"
+    train_until(monkeypatch, small(every), tmp_path, 4)
+    last = newest_checkpoint(tmp_path / "checkpoints")
+    with pytest.raises(ValueError, match="had global_batch 8, this one has 4"):
+        train(small(every, "data.batch_size=4"), tmp_path, ckpt_path=last)
+
+
 @pytest.mark.parametrize("place", ["validation", "evaluation"])
 def test_run_that_is_cut_off_after_its_last_step_keeps_metric_and_time(
     small: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
