@@ -282,6 +282,13 @@ def _multiply(x: Tensor, cis: Tensor) -> Tensor:
     if not _complex_viewable(x):
         x = x.contiguous()
     shape = x.shape
+    if x.dim() == 4 and shape[1] > 1 and x.stride(1) == shape[3] != x.stride(2):
+        # views of a fused qkv: the heads of a token lie side by side, so one long row per token, not many short ones
+        batch, heads, tokens, width = shape
+        row = heads * width // 2
+        pairs = torch.view_as_complex(x.transpose(1, 2).reshape(batch, tokens, row, 2))
+        table = cis.transpose(1, 2).expand(-1, -1, heads, -1).reshape(-1, tokens, row)
+        return torch.view_as_real(pairs * table).view(batch, tokens, heads, width).transpose(1, 2)
     pairs = torch.view_as_complex(x.view(*shape[:-1], shape[-1] // 2, 2))
     # the two parts lie side by side, so the last two dimensions can always be viewed as one
     return torch.view_as_real(pairs * cis).view(shape)

@@ -558,3 +558,15 @@ def test_frequencies_are_float32_even_when_the_default_dtype_is_not() -> None:
     assert RopeMixed(DIM, HEADS).freqs.dtype == torch.float32
     torch.set_default_dtype(torch.float64)
     assert RopeMixed(DIM, HEADS).freqs.dtype == torch.float64
+
+
+@pytest.mark.parametrize("heads_in_table", [1, 3])
+def test_views_of_a_fused_qkv_rotate_like_copies_of_them(heads_in_table: int) -> None:
+    qkv = torch.randn(2, 7, 3, 3, 8, requires_grad=True)
+    q, k, _ = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    table = rotation_from_angles(torch.randn(1, heads_in_table, 7, 4))
+    weight = torch.randn(2, 3, 7, 8)
+    torch.testing.assert_close(rotate(q, table), rotate(q.contiguous(), table))
+    (ours,) = torch.autograd.grad((rotate(q, table) * rotate(k, table) * weight).sum(), qkv)
+    (plain,) = torch.autograd.grad((rotate_plain(q, table) * rotate_plain(k, table) * weight).sum(), qkv)
+    torch.testing.assert_close(ours, plain)
