@@ -115,16 +115,20 @@ def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
         lines.append(f"| {rule} | {' | '.join(cells)} |")
     summaries = [summary for _, summary in runs]
     seeds = sorted(summary["seed"] for summary in summaries)
-    seconds = [summary["train_seconds"] + summary["evaluate_seconds"] for summary in summaries]
+    # a run that was held up has no time: what the clock shows is then no property of the recipe
+    known = [summary for summary in summaries if summary["train_seconds"] is not None]
+    seconds = sorted({round(summary["train_seconds"] + summary["evaluate_seconds"]) for summary in known})
     overrides = " ".join(summaries[0].get("overrides", ()))
     machines = ", ".join(sorted({summary.get("machine", "unknown machine") for summary in summaries}))
     dates = sorted({summary.get("date", "") for summary in summaries})
     command = f"python train.py -m recipe={recipe} seed={','.join(map(str, seeds))} {overrides}".strip()
+    over = f"mean and standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    span = " to ".join(dict.fromkeys(map(str, seconds[:1] + seconds[-1:])))
+    took = f"{span} s per run, training and evaluation together, on" if seconds else "Run on"
     lines += [
         "",
-        f"Test accuracy in %, mean and standard deviation over {len(seeds)} seed{'s' if len(seeds) > 1 else ''}. "
-        f"{summaries[0]['parameters']:,} parameters. {min(seconds):.0f} to {max(seconds):.0f} s per run, training and "
-        f"evaluation together, on {machines}; {' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"Test accuracy in %, {over}. {summaries[0]['parameters']:,} parameters. {took} {machines}; "
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
         "```bash",
         command,
