@@ -354,5 +354,5 @@ def version() -> str:
 def device_name(model: nn.Module) -> str:
     device = next(model.parameters()).device
     if device.type == "cuda":
-        return torch.cuda.getdevice_name(device)
+        return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} threads of a {platform.machine()} CPU"
