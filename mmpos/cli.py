@@ -39,7 +39,7 @@ def _train_job(cfg: Any) -> float:
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
-    from mmpos.training.checkpoints import newest_checkpoint
+    from mmpos.evaluation.weights import newest_checkpoint
     from mmpos.training.run import changes, finished, read_config, train
 
     hydra_cfg = HydraConfig.get()

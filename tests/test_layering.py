@@ -72,6 +72,8 @@ def test_layers(path: Path) -> None:
         assert used <= ALLOWED[own], (
             f"{own} may import {sorted(ALLOWED[own])}, and imports {sorted(used - ALLOWED[own])}"
         )
+    if own not in ("training", "cli", "__main__"):
+        assert "training" not in used, f"{own} imports training, which stands above it"
     if own not in MAY_IMPORT_TOPS:
         assert not used & TOPS, f"{own} imports {sorted(used & TOPS)}; only {sorted(MAY_IMPORT_TOPS)} may"
 

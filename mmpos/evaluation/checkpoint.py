@@ -41,7 +41,7 @@ def evaluate_checkpoint(
         model_options: arguments of the model's constructor.
         evaluation: further arguments of :func:`~mmpos.evaluation.resolution.run_resolution`.
     """
-    from mmpos.training.checkpoints import load_weights, model_state, read_checkpoint
+    from mmpos.evaluation.weights import load_weights, model_state, read_checkpoint
 
     state = model_state(read_checkpoint(path))
     common = {"in_chans": data.in_chans, "num_classes": data.num_classes}

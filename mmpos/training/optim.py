@@ -10,18 +10,9 @@ import torch
 from torch import nn
 
 from mmpos.config import OptimizerConfig, check_keys
+from mmpos.evaluation.weights import plain_name
 
 __all__ = ["create_optimizer", "learning_rate_factor", "no_weight_decay_names", "parameter_groups"]
-
-WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-
-
-def plain_name(name: str) -> str:
-    """A parameter name without what ``torch.compile``, DDP, FSDP or checkpoint wrappers put into it."""
-    for wrapper in WRAPPERS:
-        if name.startswith(wrapper) or f".{wrapper}" in name:
-            name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
-    return name
 
 
 def no_weight_decay_names(model: nn.Module) -> set[str]:

@@ -29,8 +29,8 @@ from mmpos.config import (
     check_keys,
     difference,
 )
+from mmpos.evaluation.weights import load_weights, newest_checkpoint, read_checkpoint
 from mmpos.training.callbacks import LastCheckpoint, Progress, create_callbacks
-from mmpos.training.checkpoints import load_weights, newest_checkpoint, read_checkpoint
 from mmpos.training.module import Classifier
 from mmpos.training.studies import machine
 

@@ -55,7 +55,7 @@ def small() -> Callable[..., dict[str, Any]]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """State of the inner network in the last checkpoint of a run."""
-    from mmpos.training.checkpoints import model_state, read_checkpoint
+    from mmpos.evaluation.weights import model_state, read_checkpoint
 
     return model_state(read_checkpoint(folder / "checkpoints" / "last.ckpt"))
 

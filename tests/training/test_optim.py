@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from mmpos.evaluation.weights import plain_name
 from mmpos.models import create_vit
 from mmpos.training.optim import (
     create_optimizer,
     learning_rate_factor,
     no_weight_decay_names,
     parameter_groups,
-    plain_name,
 )
 
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.05}

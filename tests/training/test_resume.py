@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from mmpos.evaluation.weights import newest_checkpoint
 from mmpos.training import run as run_module
-from mmpos.training.checkpoints import newest_checkpoint
 from mmpos.training.module import Classifier
 from mmpos.training.run import train
 from tests.training.conftest import ROOT, SMALL, launch, losses, weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmpos.config import compose, config_dir
-from mmpos.training.checkpoints import load_weights, newest_checkpoint, read_checkpoint
+from mmpos.evaluation.weights import load_weights, newest_checkpoint, read_checkpoint
 from mmpos.training.run import build_data, build_model, check_config, evaluate_run, read_config, train
 from tests.training.conftest import weights
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpos.training.optim import plain_name
+__all__ = ["load_weights", "model_state", "newest_checkpoint", "plain_name", "read_checkpoint"]
 
-__all__ = ["load_weights", "newest_checkpoint", "read_checkpoint"]
+WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -84,3 +84,11 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
 
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
+
+
+def plain_name(name: str) -> str:
+    """A parameter name without what ``torch.compile``, DDP, FSDP or checkpoint wrappers put into it."""
+    for wrapper in WRAPPERS:
+        if name.startswith(wrapper) or f".{wrapper}" in name:
+            name = name.removeprefix(wrapper).replace(f".{wrapper}", ".")
+    return name
