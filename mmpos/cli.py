@@ -41,6 +41,7 @@ def _train_job(cfg: Any) -> float:
 
     from mmpos.evaluation.weights import newest_checkpoint
     from mmpos.training.run import changes, finished, read_config, train
+    from mmpos.training.stages import train_stages
 
     hydra_cfg = HydraConfig.get()
     folder = Path(hydra_cfg.runtime.output_dir)
@@ -58,11 +59,12 @@ def _train_job(cfg: Any) -> float:
         saved = read_config(resume)
         config = overlay(saved, config, [key for key in _overridden(hydra_cfg) if key not in ("resume", "ckpt_path")])
         ckpt_path = ckpt_path or newest_checkpoint(Path(resume) / "checkpoints")
-        if ckpt_path is None:
+        if ckpt_path is None and not config.get("stages"):
             raise FileNotFoundError(f"resume: {resume}/checkpoints holds no checkpoint; start the run again")
         differences = changes(Path(resume), config)
         print(
-            f"resuming {resume} from {Path(ckpt_path).name}; " + ("nothing changed" if not differences else "changed:")
+            f"resuming {resume} from {Path(ckpt_path).name if ckpt_path else 'its unfinished stage'}; "
+            + ("nothing changed" if not differences else "changed:")
         )
         print("".join(f"  {line}\n" for line in differences), end="")
     elif sweep and (folder / "config.yaml").is_file():
@@ -80,6 +82,12 @@ def _train_job(cfg: Any) -> float:
     given = [
         text for text in hydra_cfg.overrides.task if text.split("=")[0] not in ("recipe", "seed", "resume", "ckpt_path")
     ]
+    if config.get("stages"):
+        if ckpt_path is not None:
+            raise ValueError(
+                "ckpt_path: a run of several stages starts none of them from it; set stages.<name>.model.checkpoint"
+            )
+        return train_stages(config, folder, single_process=sweep, overrides=given)
     return train(config, folder, ckpt_path=ckpt_path, single_process=sweep, overrides=given)
 
 
@@ -87,11 +95,13 @@ def _evaluate_job(cfg: Any) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from mmpos.training.run import evaluate_run, read_config
+    from mmpos.training.stages import last_stage
 
     hydra_cfg = HydraConfig.get()
     config = to_plain(cfg)
     changed = None
     if config["run"] is not None:
+        config["run"] = str(last_stage(Path(config["run"])))
         own = ("run", "checkpoint", "sizes", "device", "evaluation", "seed")
         keys = [key for key in _overridden(hydra_cfg) if key.split(".")[0] not in own]
         changed = overlay(read_config(config["run"]), config, keys)

@@ -41,19 +41,29 @@ class EncodingConfig:
 
 @dataclass
 class ModelConfig:
-    """Which ViT: ``vit_micro`` or any timm name. ``options`` go to the constructor of the model."""
+    """Which ViT: ``vit_micro`` or any timm name. ``options`` go to the constructor of the model.
+
+    Training starts from the weights of ``checkpoint``, except for the names ``fresh`` matches, and holds the parameters
+    ``frozen`` matches (``["*", "!head.*"]`` for a linear probe).
+    """
 
     name: str = MISSING
     patch_size: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
     checkpoint: str | None = None
+    fresh: list[str] = field(default_factory=list)
+    frozen: list[str] = field(default_factory=list)
     compile: bool = False
 
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised: ``ce`` or ``bce``, smoothed, on images that may be mixed (alphas of 0 switch mixing off)."""
+    """What is learned: ``classification`` with ``ce`` or ``bce``, smoothed, on images that may be mixed (alphas of 0
+    switch mixing off), or another objective by ``name`` with ``options`` of its own.
+    """
 
+    name: str = "classification"
+    options: dict[str, Any] = field(default_factory=dict)
     loss: str = "ce"
     label_smoothing: float = 0.0
     mixup: float = 0.0
@@ -137,6 +147,7 @@ class TrainConfig:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     callbacks: CallbacksConfig = field(default_factory=CallbacksConfig)
     evaluation: dict[str, Any] = field(default_factory=dict)
+    stages: dict[str, Any] = field(default_factory=dict)
     sizes: list[int] | None = None
     seed: int = 0
     recipe_name: str = "custom"

@@ -13,7 +13,7 @@ import yaml  # type: ignore[import-untyped]
 from mmpos import list_encodings
 from mmpos.config import compose, config_dir, difference, encoding_yaml, job_folder, overlay, recipe_lines, run_folder
 from mmpos.data import data_options, list_data
-from mmpos.training.run import check_config
+from mmpos.training.build import check_config
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted(path.stem for path in (config_dir() / "recipe").glob("*.yaml"))

@@ -18,7 +18,7 @@ COMPOSE = """
 import sys
 from pathlib import Path
 import mmpos.config
-from mmpos.training.run import check_config
+from mmpos.training.build import check_config
 folder = mmpos.config.config_dir()
 assert folder == Path(mmpos.config.__file__).parent / "_configs", folder
 for recipe in sorted(folder.glob("recipe/*.yaml")):

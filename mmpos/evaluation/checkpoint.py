@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmpos.evaluation.resolution import Evaluation, run_resolution
 
-__all__ = ["evaluate_checkpoint"]
+__all__ = ["check_classes", "evaluate_checkpoint"]
 
 
 def evaluate_checkpoint(
@@ -62,7 +62,7 @@ def evaluate_checkpoint(
                 f"encoding_options: given without encoding ({sorted(encoding_options)}); give encoding=<name>"
             )
         vit = _timm_model(model, {**common, "img_size": data.image_size, **dict(model_options or {})})
-    _check_classes(state, data, path)
+    check_classes(state, data, path)
     load_weights(vit, path)
     name = (
         "own"
@@ -91,7 +91,8 @@ def _timm_model(name: str, arguments: dict[str, Any]) -> Any:
         return timm.create_model(name, **arguments)
 
 
-def _check_classes(state: Mapping[str, Tensor], data: Any, path: str | Path) -> None:
+def check_classes(state: Mapping[str, Tensor], data: Any, path: str | Path) -> None:
+    """Raise where the classifier of a state dict counts other classes than the data."""
     head = state.get("head.weight")
     if head is not None and head.shape[0] != data.num_classes:
         raise ValueError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -99,18 +100,27 @@ class Comparison:
 
 
 def find_runs(folders: Sequence[str | Path]) -> list[Run]:
-    """Every folder with a ``results.csv`` in or below the given ones, sorted by path."""
+    """Every folder with a ``results.csv`` in or below the given ones, sorted by path; stages belong to their run."""
     tables: dict[Path, None] = {}
     for folder in folders:
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"folders: {folder} is not a folder")
         tables.update(dict.fromkeys(sorted(Path(folder).rglob("results.csv"))))
-    runs = [Run(table.parent, rows, _settings(table.parent)) for table in tables if (rows := read_results(table))]
+    runs = [
+        Run(table.parent, rows, _settings(table.parent))
+        for table in tables
+        if not _is_stage(table.parent) and (rows := read_results(table))
+    ]
     if not runs:
         raise ValueError(
             f"folders: no results.csv with numbers below {', '.join(map(str, folders))}; evaluate the runs first"
         )
     return runs
+
+
+def _is_stage(folder: Path) -> bool:
+    summary = folder / "summary.json"
+    return summary.is_file() and "stage" in json.loads(summary.read_text())
 
 
 def compare(

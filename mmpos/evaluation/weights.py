@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +60,20 @@ def model_state(content: dict[str, Any]) -> dict[str, Tensor]:
     return own or tensors
 
 
-def load_weights(model: nn.Module, path: Path | str) -> None:
-    """Load the weights of a checkpoint into a model; every missing, unknown or misshapen name is listed."""
+def load_weights(model: nn.Module, path: Path | str, *, fresh: Sequence[str] = ()) -> None:
+    """Load the weights of a checkpoint into a model; every missing, unknown or misshapen name is listed.
+
+    Args:
+        model: the model.
+        path: the checkpoint.
+        fresh: shell patterns of names that stay as they are, whether the checkpoint has them or not.
+    """
     state = model_state(read_checkpoint(path))
     own = model.state_dict()
+    if fresh:
+        keep = lambda name: not any(fnmatchcase(name, pattern) for pattern in fresh)  # noqa: E731
+        state = {name: value for name, value in state.items() if keep(name)}
+        own = {name: value for name, value in own.items() if keep(name)}
     missing = sorted(set(own) - set(state))
     unknown = sorted(set(state) - set(own))
     shapes = [
@@ -79,7 +91,7 @@ def load_weights(model: nn.Module, path: Path | str) -> None:
             f"checkpoint: {path} does not fit this model and encoding: {'; '.join(found)}. Set model, encoding "
             "and their options to those of the checkpoint"
         )
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=not fresh)
 
 
 def _first_line(error: Exception) -> str:

@@ -49,8 +49,9 @@ def runs_of(study: Path | str) -> list[tuple[Path, dict[str, Any]]]:
     """Finished runs with an evaluation below a folder, with their summaries, sorted by path."""
     found = []
     for path in sorted(Path(study).rglob("summary.json")):
-        if (path.parent / "results.csv").is_file():
-            found.append((path.parent, json.loads(path.read_text())))
+        summary = json.loads(path.read_text())
+        if (path.parent / "results.csv").is_file() and "stage" not in summary:  # a stage is told of by its run
+            found.append((path.parent, summary))
     return found
 
 

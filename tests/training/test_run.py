@@ -12,7 +12,8 @@ import torch
 
 from mmpos.config import compose, config_dir
 from mmpos.evaluation.weights import load_weights, newest_checkpoint, read_checkpoint
-from mmpos.training.run import build_data, build_model, check_config, evaluate_run, read_config, train
+from mmpos.training.build import build_data, build_model, check_config
+from mmpos.training.run import evaluate_run, read_config, train
 from tests.training.conftest import weights
 
 Make = Callable[..., dict[str, Any]]

@@ -1,0 +1,137 @@
+"""The evaluations that ``evaluation.name`` chooses from, and how each gets a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmpos.evaluation.checkpoint import check_classes, evaluate_checkpoint
+from mmpos.evaluation.weights import load_weights, model_state, read_checkpoint
+
+__all__ = ["EVALUATIONS", "Request", "evaluate"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an evaluation is asked to do.
+
+    Args:
+        config: plain configuration of the run.
+        data: its data module.
+        checkpoint: weights to test.
+        folder: where tables and reports go.
+        sizes: image sizes, frame counts or canvas sizes to test at; ``None`` for those of the evaluation.
+        device: where to run.
+        command: the command that made the run, for the report.
+        options: ``evaluation.*`` of the configuration, without its name.
+    """
+
+    config: Mapping[str, Any]
+    data: Any
+    checkpoint: Path
+    folder: Path
+    sizes: Sequence[int] | None
+    device: str
+    command: str | None
+    options: dict[str, Any]
+
+    @property
+    def encoding_name(self) -> str:
+        """Name of the encoding in tables."""
+        return str(self.config["encoding"]["name"])
+
+    def model(self) -> nn.Module:
+        """The model of the configuration with the weights of the checkpoint."""
+        from mmpos.training.build import build_model
+
+        model = build_model(self.config, self.data, start=False)
+        check_classes(model_state(read_checkpoint(self.checkpoint)), self.data, self.checkpoint)
+        load_weights(model, self.checkpoint)
+        return model
+
+
+def _resolution(request: Request) -> None:
+    from mmpos.evaluation.resolution import run_resolution
+
+    _expect(request, videos=False)
+    options = dict(request.options)
+    own_sizes = options.pop("sizes", None)
+    common: dict[str, Any] = {
+        "output_dir": request.folder,
+        "device": request.device,
+        "config": request.config,
+        "command": request.command,
+        **options,
+    }
+    sizes = request.sizes or own_sizes
+    if request.encoding_name != "own":
+        run_resolution(request.model(), request.data, sizes, encoding_name=request.encoding_name, **common)
+        return
+    model = request.config["model"]
+    patch = {} if model.get("patch_size") is None else {"patch_size": model["patch_size"]}
+    evaluate_checkpoint(
+        request.checkpoint,
+        model=model["name"],
+        data=request.data,
+        sizes=sizes,
+        model_options={**patch, **dict(model.get("options") or {})},
+        **common,
+    )
+
+
+def _frames(request: Request) -> None:
+    from mmpos.evaluation.frames import run_frames
+
+    _expect(request, videos=True)
+    options = dict(request.options)
+    own_frames = options.pop("frames", None)
+    run_frames(
+        request.model(),
+        request.data,
+        request.sizes or own_frames,
+        encoding_name=request.encoding_name,
+        output_dir=request.folder,
+        device=request.device,
+        config=request.config,
+        **{"command": request.command, **options},
+    )
+
+
+def _expect(request: Request, *, videos: bool) -> None:
+    """Raise where the data of a run are not what its evaluation tests."""
+    if videos != hasattr(request.data, "frames"):
+        raise ValueError(
+            f"evaluation: {request.config['data']['name']} holds {'images' if videos else 'videos'}; use "
+            f"evaluation={'resolution' if videos else 'frames'}"
+        )
+
+
+#: evaluations by ``evaluation.name``
+EVALUATIONS: dict[str, Callable[[Request], None]] = {"resolution": _resolution, "frames": _frames}
+
+
+def evaluate(
+    config: Mapping[str, Any],
+    data: Any,
+    checkpoint: Path,
+    folder: Path,
+    *,
+    sizes: Sequence[int] | None = None,
+    device: str = "auto",
+    command: str | None = None,
+) -> None:
+    """The evaluation of a configuration on the weights of a checkpoint; writes results and report into ``folder``."""
+    options = dict(config["evaluation"])
+    name = options.pop("name", None)
+    if name in (None, "none"):
+        return
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    command = options.pop("command", command)
+    sizes = sizes or config.get("sizes")
+    EVALUATIONS[name](Request(config, data, checkpoint, folder, sizes, device, command, options))
