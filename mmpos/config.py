@@ -290,9 +290,12 @@ def overlay(saved: Mapping[str, Any], composed: Mapping[str, Any], keys: Iterabl
 
 # -- encoding files -----------------------------------------------------------------------------------------------
 
+#: options that follow from the model an encoding is attached to
+MODEL_FACTS = ("channels", "patch_size")
+
 
 def encoding_yaml(name: str) -> str:
-    """The text of ``configs/encoding/<name>.yaml``: every option of the encoding with its default."""
+    """The text of ``configs/encoding/<name>.yaml``: every option with its default, but those the model determines."""
     import inspect
 
     import yaml  # type: ignore[import-untyped]
@@ -303,7 +306,7 @@ def encoding_yaml(name: str) -> str:
     options = {
         key: list(value) if isinstance(value, tuple) else value
         for key, value in sorted(encoding_options(name).items())
-        if value is not inspect.Parameter.empty
+        if value is not inspect.Parameter.empty and key not in MODEL_FACTS
     }
     body = yaml.safe_dump({"name": name, "options": options}, sort_keys=False, default_flow_style=False)
     return f"# {facts.title}: {facts.source}\n{body}"

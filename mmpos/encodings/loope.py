@@ -117,6 +117,7 @@ class Loope(PositionEncoding):
         self.curve = curve
         self.base = base
         height, width = (patch_size, patch_size) if isinstance(patch_size, int) else patch_size
+        self.channels = channels
         self.patch_size = (int(height), int(width))
         self.act = act
         self.coord_scale = coord_scale
@@ -199,6 +200,11 @@ class Loope(PositionEncoding):
         if grid is None:
             raise ValueError(
                 "positions: the context of loope needs one grid for the batch; use Positions.grid or context='none'"
+            )
+        if image.shape[1] != self.channels:
+            raise ValueError(
+                f"image: expected {self.channels} channels, got {image.shape[1]} in {tuple(image.shape)}; create loope "
+                f"with channels={image.shape[1]}"
             )
         expected = tuple(cells * pixels for cells, pixels in zip(grid, self.patch_size, strict=True))
         if tuple(image.shape[-2:]) != expected:
