@@ -39,6 +39,8 @@ class ImageData(LightningDataModule):
     """
 
     name: str = ""
+    #: the evaluation these data are made for
+    evaluation: str = "resolution"
     num_classes: int
     in_chans: int
     class_names: tuple[str, ...]

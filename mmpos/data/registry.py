@@ -22,6 +22,7 @@ _DATA = {
     "fake": ("fake", "Fake"),
     "moving_mnist5k": ("video", "MovingMnist5k"),
     "omniglot_pen_video": ("video", "PenVideo"),
+    "three_cell": ("three_cell", "ThreeCellData"),
 }
 
 

@@ -39,6 +39,7 @@ class VideoData(ImageData):
     and the model has one output for each answer to each question, ``num_classes`` in all.
     """
 
+    evaluation = "frames"
     image_size: Any
     tasks: dict[str, int]
     #: how a clip may get more frames; the first one is what plain numbers of an evaluation mean

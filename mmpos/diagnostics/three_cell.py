@@ -74,16 +74,20 @@ def _quantities(places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return distance, area, (xg - xr) * (yb - yr) - (yg - yr) * (xb - xr)
 
 
-def three_cell_sample(count: int, *, cells: int = 14, generator: torch.Generator | None = None) -> Tensor:
+def three_cell_sample(
+    count: int, *, cells: int = 14, generator: torch.Generator | None = None, exclude: Tensor | None = None
+) -> Tensor:
     """Triples of distinct cells, not on a line, with balanced relations.
 
     Args:
         count: number of triples.
         cells: cells along a side.
         generator: source of randomness.
+        exclude: triples that are rejected too. Triples with two equalities are few (18,296 of 14 x 14 cells), so that
+            two independent draws share many of them.
 
     Shape:
-        Returns ``(count, 3, 2)`` int64, (row, column) of red, green, blue.
+        exclude ``(M, 3, 2)``; returns ``(count, 3, 2)`` int64, (row, column) of red, green, blue.
     """
     if cells < 4:
         raise ValueError(f"cells: expected at least 4, got {cells}; smaller grids cannot give every pair of relations")
@@ -94,11 +98,15 @@ def three_cell_sample(count: int, *, cells: int = 14, generator: torch.Generator
     slots = [(wanted_kind == kind).nonzero()[:, 0] for kind in range(9)]
     filled = [0] * 9
     out = torch.zeros(count, 3, 2, dtype=torch.int64)
+    banned = None if exclude is None else _number(exclude[..., 0] * cells + exclude[..., 1], cells)
     while any(done < len(slot) for done, slot in zip(filled, slots, strict=True)):
         flat = torch.randint(cells * cells, (65536, 3), generator=generator)
         places = torch.stack([flat // cells, flat % cells], dim=-1)
         # equal cells lie on a line as well
-        places = places[_quantities(places)[2] != 0]
+        keep = _quantities(places)[2] != 0
+        if banned is not None:
+            keep &= ~torch.isin(_number(flat, cells), banned)
+        places = places[keep]
         relation = three_cell_relations(places) + 1
         kind = relation[:, 0] * 3 + relation[:, 1]
         for k, slot in enumerate(slots):
@@ -106,6 +114,12 @@ def three_cell_sample(count: int, *, cells: int = 14, generator: torch.Generator
             out[slot[filled[k] : filled[k] + len(take)]] = take
             filled[k] += len(take)
     return out
+
+
+def _number(flat: Tensor, cells: int) -> Tensor:
+    """A number of its own for every triple of cells. Shape: ``(B, 3)`` to ``(B,)``."""
+    red, green, blue = flat.unbind(-1)
+    return (red * cells**2 + green) * cells**2 + blue
 
 
 def three_cell_images(places: Tensor, *, cells: int = 14, pixels: int = 16, background: float = 0.0) -> Tensor:

@@ -58,7 +58,7 @@ class Request:
 def _resolution(request: Request) -> None:
     from mmpos.evaluation.resolution import run_resolution
 
-    _expect(request, videos=False)
+    _expect(request, "resolution")
     options = dict(request.options)
     own_sizes = options.pop("sizes", None)
     common: dict[str, Any] = {
@@ -87,7 +87,7 @@ def _resolution(request: Request) -> None:
 def _frames(request: Request) -> None:
     from mmpos.evaluation.frames import run_frames
 
-    _expect(request, videos=True)
+    _expect(request, "frames")
     options = dict(request.options)
     own_frames = options.pop("frames", None)
     run_frames(
@@ -102,17 +102,43 @@ def _frames(request: Request) -> None:
     )
 
 
-def _expect(request: Request, *, videos: bool) -> None:
-    """Raise where the data of a run are not what its evaluation tests."""
-    if videos != hasattr(request.data, "frames"):
+def _three_cell(request: Request) -> None:
+    from mmpos.evaluation.three_cell import run_three_cell
+
+    _expect(request, "three_cell")
+    if request.sizes:
         raise ValueError(
-            f"evaluation: {request.config['data']['name']} holds {'images' if videos else 'videos'}; use "
-            f"evaluation={'resolution' if videos else 'frames'}"
+            f"sizes: evaluation three_cell tests at the size of the training pictures, got {list(request.sizes)}; "
+            "leave sizes out"
+        )
+    run_three_cell(
+        request.model(),
+        request.data,
+        encoding_name=request.encoding_name,
+        output_dir=request.folder,
+        device=request.device,
+        config=request.config,
+        **{"command": request.command, **request.options},
+    )
+
+
+def _expect(request: Request, evaluation: str) -> None:
+    """Raise where the data of a run are not what its evaluation tests."""
+    made_for = request.data.evaluation
+    if made_for != evaluation:
+        holds = {"resolution": "labelled images", "frames": "videos", "three_cell": "questions about three cells"}
+        raise ValueError(
+            f"evaluation: {request.config['data']['name']} holds {holds.get(made_for, made_for)}; use "
+            f"evaluation={made_for}"
         )
 
 
 #: evaluations by ``evaluation.name``
-EVALUATIONS: dict[str, Callable[[Request], None]] = {"resolution": _resolution, "frames": _frames}
+EVALUATIONS: dict[str, Callable[[Request], None]] = {
+    "resolution": _resolution,
+    "frames": _frames,
+    "three_cell": _three_cell,
+}
 
 
 def evaluate(
