@@ -136,6 +136,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plot.add_argument("name")
     plot.add_argument("--grid", default="14x14", help="rows x columns (default: %(default)s)")
     plot.add_argument("--output", type=Path, help="image file (default: <name>.png)")
+    metrics = commands.add_parser("pesi", help="PESI metrics: how well similarity follows distance in the plane")
+    metrics.add_argument("names", nargs="*", metavar="name", help="encodings, built untrained")
+    metrics.add_argument("--run", type=Path, help="run folder of train.py: the encoding of its model, layer by layer")
+    metrics.add_argument("--grid", help="rows x columns (default: 14x14, with --run the training grid)")
+    metrics.add_argument("--dim", type=int, default=768, help="model width (default: %(default)s)")
+    metrics.add_argument("--heads", type=int, default=12, help="attention heads (default: %(default)s)")
+    metrics.add_argument("--option", action="append", default=[], metavar="KEY=VALUE", help="option of the encoding")
+    metrics.add_argument(
+        "--kernel",
+        choices=("auto", "cosine", "odds", "logits"),
+        default="auto",
+        help="similarity of methods that act in the attention (default: %(default)s)",
+    )
+    metrics.add_argument("--json", action="store_true", help="print JSON instead of a table")
     commands.add_parser("recipes", help="recipes of mmpos-train")
     commands.add_parser("configs", help="write configs/encoding/*.yaml of the registered encodings")
     readme = commands.add_parser("readme", help="put the measured numbers of a study into recipes/*/README.md")
@@ -237,15 +251,102 @@ def _described(cls: type) -> dict[str, str]:
 
 
 def _plot(options: argparse.Namespace) -> None:
-    import re
-
-    if not re.fullmatch(r"\d+(x\d+)*", options.grid):
-        raise ValueError(f"--grid: expected sizes such as 14x14, got {options.grid!r}")
+    grid = _grid(options.grid)
     from mmpos.plotting import plot_encoding
 
     output = options.output or Path(f"{options.name}.png")
-    plot_encoding(options.name, tuple(int(size) for size in options.grid.split("x")), output)
+    plot_encoding(options.name, grid, output)
     print(output)
+
+
+def _grid(text: str) -> tuple[int, ...]:
+    import re
+
+    if not re.fullmatch(r"\d+(x\d+)*", text):
+        raise ValueError(f"--grid: expected sizes such as 14x14, got {text!r}")
+    return tuple(int(size) for size in text.split("x"))
+
+
+def _pesi(options: argparse.Namespace) -> None:
+    import json
+
+    from mmpos.diagnostics import pesi
+    from mmpos.encodings import create_encoding
+
+    if bool(options.names) == (options.run is not None):
+        raise ValueError("pesi: expected names of encodings, or --run <run folder>")
+    grid = None if options.grid is None else _grid(options.grid)
+    stacks: list[tuple[str, Any]]
+    if options.run is not None:
+        if options.option:
+            raise ValueError("--option: the encoding of a run has its options already")
+        name, stack, trained = _stack_of_run(options.run)
+        grid, stacks = grid or trained, [(name, stack)]
+    else:
+        import torch
+
+        torch.manual_seed(0)  # learned encodings start at random
+        grid = grid or (14, 14)
+        settings = {"train_grid": grid, **_options(options.option)}
+        stacks = [(name, create_encoding(name, options.dim, options.heads, **settings)) for name in options.names]
+    if len(grid) != 2:
+        raise ValueError(f"--grid: PESI metrics are of the plane, expected rows x columns, got {grid}")
+    rows = []
+    for name, stack in stacks:
+        found = [pesi(stack, (grid[0], grid[1]), kernel=options.kernel, layer=n) for n in range(stack.depth)]
+        same = len({str(metrics) for metrics in found}) == 1
+        for layer, metrics in enumerate(found[:1] if same else found):
+            rows.append((name, "all" if same else str(layer), metrics))
+    if options.json:
+        keys = ("undirected", "directed", "asymmetry")
+        dicts = [
+            {"encoding": name, "layer": layer, "grid": list(grid)} | {key: getattr(metrics, key) for key in keys}
+            for name, layer, metrics in rows
+        ]
+        print(json.dumps(dicts, indent=2))
+        return
+    numbers = [
+        [name, layer, *(f"{value:.4f}" for value in (m.undirected, m.directed, m.asymmetry))] for name, layer, m in rows
+    ]
+    _table(["encoding", "layer", "M_U", "M_D", "A_SU"], numbers)
+    print(
+        "M_U, M_D: similarity falls with distance over rings, within directions (2 is best); A_SU: uneven rings (0 is)"
+    )
+
+
+def _options(texts: Sequence[str]) -> dict[str, Any]:
+    """Options from ``KEY=VALUE``; a value is JSON, or else text."""
+    import json
+
+    found: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--option: expected KEY=VALUE, got {text!r}")
+        try:
+            found[key] = json.loads(value)
+        except json.JSONDecodeError:
+            found[key] = value
+    return found
+
+
+def _stack_of_run(folder: Path) -> tuple[str, Any, tuple[int, ...]]:
+    """Name and weights of the encoding of a run, and the grid it was trained on."""
+    from mmpos.adapters.timm import stack_of
+    from mmpos.evaluation.weights import load_weights, newest_checkpoint
+    from mmpos.training.build import build_data, build_model
+    from mmpos.training.run import read_config
+    from mmpos.training.stages import last_stage
+
+    folder = last_stage(folder)
+    config = read_config(folder)
+    checkpoint = newest_checkpoint(folder / "checkpoints")
+    if checkpoint is None:
+        raise FileNotFoundError(f"--run: {folder}/checkpoints holds no checkpoint")
+    model = build_model(config, build_data(config), start=False)
+    load_weights(model, checkpoint)
+    patches: Any = model.patch_embed
+    return config["encoding"]["name"], stack_of(model), tuple(patches.grid_size)
 
 
 def _recipes(_: argparse.Namespace) -> None:
@@ -264,7 +365,15 @@ def _readme(options: argparse.Namespace) -> None:
         print(path)
 
 
-_COMMANDS = {"list": _list, "show": _show, "plot": _plot, "recipes": _recipes, "configs": _configs, "readme": _readme}
+_COMMANDS = {
+    "list": _list,
+    "show": _show,
+    "plot": _plot,
+    "pesi": _pesi,
+    "recipes": _recipes,
+    "configs": _configs,
+    "readme": _readme,
+}
 
 
 def _axes(facts: Any) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from mmpos import list_encodings
 from mmpos.cli import _described, main
@@ -68,12 +70,57 @@ def test_plot_writes_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.strip() == str(path)
 
 
+def test_pesi_prints_the_numbers_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pesi", "sincos", "alibi_2d", "--grid", "14x14"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(re.match(r"\W*sincos\W+all\W+1\.9991\W+1\.5318\W+0\.0281\b", line) for line in lines)
+    assert any(re.match(r"\W*alibi_2d\W+all\W+2\.0000\b", line) for line in lines)
+    raster = ["pesi", "loope", "--option", "context=none", "--option", "curve=raster", "--option", "base=10000"]
+    assert main([*raster, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["encoding"], row["grid"]) == ("loope", [14, 14])
+    numbers = [row[key] for key in ("undirected", "directed", "asymmetry")]
+    assert numbers == pytest.approx([1.9567, 1.4905, 0.1243], abs=5e-5)
+
+
+def test_pesi_of_a_run_uses_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    from mmpos.adapters.timm import stack_of
+    from mmpos.config import compose
+    from mmpos.diagnostics import pesi
+    from mmpos.training.build import build_data, build_model
+
+    config = compose([*SMALL, "encoding=rope_mixed", "+model.options.num_heads=2", "model.options.depth=2"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["pesi", "--run", str(tmp_path)]) == 1
+    assert "holds no checkpoint" in capsys.readouterr().err
+    torch.manual_seed(3)
+    model = build_model(config, build_data(config))
+    (tmp_path / "checkpoints").mkdir()
+    torch.save({"state_dict": model.state_dict()}, tmp_path / "checkpoints" / "last.ckpt")
+    assert main(["pesi", "--run", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["layer"], row["grid"]) for row in rows] == [("0", [4, 4]), ("1", [4, 4])]
+    expected = [pesi(stack_of(model), (4, 4), layer=layer).asymmetry for layer in (0, 1)]
+    assert [row["asymmetry"] for row in rows] == expected
+    assert expected[0] != expected[1]
+    assert main(["pesi", "--run", str(tmp_path), "--grid", "3x5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["grid"] == [3, 5]
+    assert main(["pesi", "--run", str(tmp_path), "--option", "theta=3"]) == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["show", "rope_mixd"], "did you mean 'rope_mixed'"),
         (["plot", "rope_mixed", "--grid", "14by14"], "--grid: expected sizes such as 14x14, got '14by14'"),
         (["readme", "nowhere"], "holds no finished run"),
+        (["pesi"], "expected names of encodings, or --run"),
+        (["pesi", "sincos", "--run", "x"], "expected names of encodings, or --run"),
+        (["pesi", "none"], "none neither adds vectors"),
+        (["pesi", "sincos", "--grid", "3x4x5"], "expected rows x columns"),
+        (["pesi", "sincos", "--option", "base"], "expected KEY=VALUE, got 'base'"),
     ],
 )
 def test_wrong_arguments_end_with_one_line(

@@ -264,6 +264,7 @@ def pesi(
     include_self: bool = True,
     empty_bucket: str = "zero",
     tie: float = 1e-12,
+    layer: int = 0,
     image: Tensor | None = None,
     **options: Any,
 ) -> Pesi:
@@ -280,7 +281,8 @@ def pesi(
         include_self: see :func:`pesi_metrics`.
         empty_bucket: see :func:`pesi_metrics`.
         tie: see :func:`pesi_metrics`.
-        image: picture for encodings that read one, ``(1, channels, height, width)``.
+        layer: whose attention kernel is measured; vectors added to tokens belong to no layer.
+        image: picture for encodings that read one, ``(1, channels, height, width)``; default an empty one.
         options: options of the encoding, when a name is given.
 
     Example:
@@ -297,7 +299,7 @@ def pesi(
     training = stack.training
     stack.eval()
     try:
-        similarity = _similarity(stack, grid, kernel, image)
+        similarity = _similarity(stack, grid, kernel, layer, image)
     finally:
         stack.train(training)
     return pesi_metrics(
@@ -312,18 +314,32 @@ def pesi(
 
 
 @torch.no_grad()
-def _similarity(stack: EncodingStack, grid: tuple[int, int], kernel: str, image: Tensor | None) -> Tensor:
+def _similarity(stack: EncodingStack, grid: tuple[int, int], kernel: str, layer: int, image: Tensor | None) -> Tensor:
+    if not 0 <= layer < stack.depth:
+        raise ValueError(f"layer: expected 0 to {stack.depth - 1}, got {layer}")
     first = stack.encodings_of(0)[0]
     where = next((p.device for p in stack.parameters()), torch.device("cpu"))
     positions = Positions.grid(*grid, num_prefix=first.num_prefix, device=where, dtype=torch.float64)
     zeros = torch.zeros(1, positions.num_tokens, first.dim, device=where, dtype=torch.float64)
+    if image is None:
+        image = _empty_image(stack, grid)
     added = stack.add_to_tokens(zeros, positions, image=image)[0, positions.num_prefix :]
     if added.abs().amax() > 0:
         return cosine_kernel(added.reshape(*grid, -1))
     if not any(overrides(e, "transform_qkv") or overrides(e, "logit_bias") for e in stack.encodings_of(0)):
         raise ValueError(
             f"encoding: {stack.title} neither adds vectors to the tokens nor changes attention logits, so there is no "
-            "similarity of places to "
-            "measure"
+            "similarity of places to measure"
         )
-    return attention_kernel(stack, positions, kernel=kernel)
+    return attention_kernel(stack, positions, kernel=kernel, layer=layer)
+
+
+def _empty_image(stack: EncodingStack, grid: tuple[int, int]) -> Tensor | None:
+    """A picture without content where an encoding reads one and says its patch size and channels."""
+    for encoding in stack.encodings_of(0):
+        if encoding.needs_image:
+            patch, channels = getattr(encoding, "patch_size", (16, 16)), getattr(encoding, "channels", 3)
+            height, width = (size * side for size, side in zip(grid, patch, strict=True))
+            where = next((p.device for p in stack.parameters()), torch.device("cpu"))
+            return torch.zeros(1, channels, height, width, device=where)
+    return None

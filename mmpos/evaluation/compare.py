@@ -10,14 +10,15 @@ import csv
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmpos.evaluation.document import DPI, Document
 from mmpos.evaluation.figures import MARKERS, rule_colours, style_axis
 from mmpos.evaluation.results import Row, read_results
-from mmpos.plotting import new_figure
+from mmpos.evaluation.three_cell import THREE_CELL_COLUMNS
+from mmpos.plotting import PALETTE, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +27,7 @@ __all__ = ["COMPARISON_COLUMNS", "Cell", "Comparison", "compare", "compare_study
 
 COMPARISON_COLUMNS = ("label", "encoding", "size", "coordinates", "metric", "mean", "std", "low", "high", "runs")
 _NOT_A_SETTING = ("seed", "resume", "ckpt_path", "recipe_name", "name")
+_TESTS = {"frames": "frame counts", "three_cell": "questions on three cells"}  # every other evaluation: image sizes
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class Comparison:
         cells: by (label, size, rule, metric).
         sort_size: the size the order comes from.
         unit: unit of the sizes, ``px`` or ``frames``.
+        columns: headings and metrics of a table by question instead of by size and rule, as in the Three-Cell
+            Experiment.
     """
 
     labels: list[str]
@@ -86,6 +90,7 @@ class Comparison:
     cells: dict[tuple[str, int, str, str], Cell]
     sort_size: int
     unit: str = "px"
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def best(self, label: str, size: int) -> float:
         """Highest mean accuracy of a group at a size over the rules; -1 where it was not measured."""
@@ -164,10 +169,12 @@ def compare_study(folder: str | Path, *, size: int | None = None) -> str:
 
 
 def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
-    units = {"frames" if run.settings.get("evaluation.name") == "frames" else "px" for run in runs}
-    if len(units) > 1:
-        raise ValueError("folders: some runs were tested at frame counts, others at image sizes; compare them apart")
-    unit = units.pop()
+    tests = {_TESTS.get(run.settings.get("evaluation.name", ""), "image sizes") for run in runs}
+    if len(tests) > 1:
+        raise ValueError(f"folders: some runs were tested at {', others at '.join(sorted(tests))}; compare them apart")
+    test = tests.pop()
+    unit = "frames" if test == _TESTS["frames"] else "px"
+    columns = THREE_CELL_COLUMNS if test == _TESTS["three_cell"] else {}
     labels = _labels(runs)
     gathered: dict[tuple[str, int, str, str], list[Row]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -191,7 +198,14 @@ def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
     seen = list(dict.fromkeys(key[2] for key in cells if key[3] == "accuracy"))
     rules = [rule for rule in first if rule in seen] + [rule for rule in seen if rule not in first]
     out = Comparison(
-        [], dict(zip(labels, (run.encoding for run in runs), strict=True)), sizes, rules, cells, size or sizes[-1], unit
+        [],
+        dict(zip(labels, (run.encoding for run in runs), strict=True)),
+        sizes,
+        rules,
+        cells,
+        size or sizes[-1],
+        unit,
+        columns,
     )
     out.labels.extend(sorted(dict.fromkeys(labels), key=lambda label: (-out.best(label, out.sort_size), label)))
     return out
@@ -249,7 +263,12 @@ def _write_csv(path: Path, comparison: Comparison) -> None:
 
 
 def _accuracy_table(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
-    """Header and rows: for each size index and rescaled next to each other, then the best of the other rules."""
+    """Header and rows: for each size index and rescaled next to each other, then the best of the other rules.
+
+    With ``columns`` a table by question.
+    """
+    if comparison.columns:
+        return _column_table(comparison)
     first = [rule for rule in ("index", "rescaled") if rule in comparison.rules]
     other = [rule for rule in comparison.rules if rule not in first]
     columns = [*first, "other"] if other else first
@@ -271,6 +290,21 @@ def _accuracy_table(comparison: Comparison) -> tuple[list[str], list[list[Any]]]
     return header, rows
 
 
+def _column_table(comparison: Comparison) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows by question, at the size and the rule of the training."""
+    rows = []
+    for label in comparison.labels:
+        found = [_column_cell(comparison, label, metric) for metric in comparison.columns.values()]
+        runs = max(len(cell.values) for cell in found if cell is not None)
+        rows.append([label, str(runs), *map(_percent, found)])
+    return ["encoding", "runs", *comparison.columns], rows
+
+
+def _column_cell(comparison: Comparison, label: str, metric: str) -> Cell | None:
+    keys = [key for key in comparison.cells if (key[0], key[1], key[3]) == (label, comparison.sort_size, metric)]
+    return comparison.cells[keys[0]] if keys else None
+
+
 def _percent(cell: Cell | None, rule: str = "") -> Any:
     if cell is None:
         return "–"
@@ -288,6 +322,16 @@ def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], t
         f"{len(runs)} runs in {groups} groups, tested at {tested} {comparison.unit}. Best accuracy at "
         f"{comparison.sort_size} {comparison.unit} first."
     )
+    reading = (
+        "Test accuracy in %. ± is the standard deviation over runs (seeds), brackets the 95 % interval of one run; "
+        "other is the best of the remaining resolution rules. All of them are in comparison.csv."
+    )
+    if comparison.columns:
+        lead = f"{len(runs)} runs in {groups} groups, by question. Best average first."
+        reading = (
+            "Test accuracy in %. ± is the standard deviation over runs (seeds), brackets the 95 % interval of one run; "
+            "average is the mean of the columns before it."
+        )
     document = Document(title, lead)
     document.heading("Accuracy")
     document.figure(
@@ -295,10 +339,7 @@ def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], t
         "Mean test accuracy of each group; bars: standard deviation over runs, or the 95 % interval of a single run.",
         "comparison",
     )
-    document.paragraph(
-        "Test accuracy in %. ± is the standard deviation over runs (seeds), brackets the 95 % interval of one run; "
-        "other is the best of the remaining resolution rules. All of them are in comparison.csv."
-    )
+    document.paragraph(reading)
     document.table(*_accuracy_table(comparison), mark=0)
     cost = _cost_table(comparison)
     if cost:
@@ -337,7 +378,9 @@ def _relative(path: Path, base: Path) -> str:
 
 
 def comparison_figure(comparison: Comparison) -> Figure:
-    """One panel per size, one row per group, one mark per resolution rule."""
+    """One panel per size, one row per group, one mark per resolution rule; with ``columns`` a panel per question."""
+    if comparison.columns:
+        return _column_figure(comparison)
     count = len(comparison.labels)
     longest = max(map(len, comparison.labels))
     figure = new_figure(2.0 + 0.055 * min(longest, 60) + 2.6 * len(comparison.sizes), 1.7 + 0.42 * count)
@@ -381,6 +424,34 @@ def comparison_figure(comparison: Comparison) -> Figure:
         fontsize=8.5,
         title_fontsize=8.5,
     )
+    return figure
+
+
+def _column_figure(comparison: Comparison) -> Figure:
+    """One panel per question, one row per group."""
+    count = len(comparison.labels)
+    longest = max(map(len, comparison.labels))
+    figure = new_figure(1.6 + 0.055 * min(longest, 60) + 1.75 * len(comparison.columns), 1.3 + 0.42 * count)
+    axes = figure.subplots(1, len(comparison.columns), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, (column, metric) in zip(axes, comparison.columns.items(), strict=True):
+        found = [_column_cell(comparison, label, metric) for label in comparison.labels]
+        points = [(place, cell) for place, cell in enumerate(found) if cell is not None]
+        low, high = zip(*(_bar(cell) for _, cell in points), strict=True)
+        axis.errorbar(
+            [100 * cell.mean for _, cell in points],
+            [place for place, _ in points],
+            xerr=[low, high],
+            fmt="o",
+            color=PALETTE[0],
+            ms=5.5,
+            elinewidth=1.1,
+            capsize=2,
+        )
+        style_axis(axis)
+        axis.set_title(column, fontsize=10.5, loc="left", fontweight="bold")
+        axis.set_xlabel("test accuracy (%)", fontsize=9)
+    axes[0].set_yticks(range(count), [label if len(label) <= 60 else f"{label[:57]}..." for label in comparison.labels])
+    axes[0].set_ylim(count - 0.5, -0.5)
     return figure
 
 

@@ -165,7 +165,8 @@ def _answers(
 def three_cell_figure(evaluation: ThreeCellEvaluation, data: Any) -> Figure:
     """Test pictures with their answers, and a bar for each column over what is reached without looking."""
     figure = new_figure(10.2, 4.0)
-    left, right = figure.subfigures(1, 2, width_ratios=[1.15, 1])
+    halves: Any = figure.subfigures(1, 2, width_ratios=[1.15, 1])
+    left, right = halves
     count = min(_EXAMPLES, len(data.places["test"]))
     images, answers = data.render("test", torch.arange(count))
     panels = left.subplots(2, -(-count // 2), squeeze=False).reshape(-1)

@@ -59,7 +59,8 @@ def refresh_readmes(study: Path | str, recipes: Path | str) -> list[Path]:
     """Write the numbers of a study into README.md and results.csv of each recipe; returns the changed files.
 
     Args:
-        study: folder of a multi-run; its runs must differ in recipe and seed only.
+        study: folder of a multi-run; its runs must differ in recipe and seed only, those of the Three-Cell Experiment
+            may differ in the encoding too.
         recipes: folder with one folder per recipe. The README keeps everything outside the two markers.
     """
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
@@ -71,7 +72,7 @@ def refresh_readmes(study: Path | str, recipes: Path | str) -> list[Path]:
         )
     changed = []
     for recipe, runs in groups.items():
-        settings = {tuple(summary.get("overrides", ())) for _, summary in runs}
+        settings = {tuple(_settings(summary)) for _, summary in runs}
         if len(settings) > 1:
             raise ValueError(
                 f"study: runs of {recipe} in {study} differ in more than the seed: {sorted(settings)}; give a "
@@ -98,8 +99,37 @@ def _rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def _settings(summary: dict[str, Any]) -> list[str]:
+    """What the user changed, apart from the encoding where a table has a row for each."""
+    sweeps = summary.get("evaluation") == "three_cell"
+    return [text for text in summary.get("overrides", ()) if not (sweeps and text.startswith("encoding="))]
+
+
 def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     """Markdown: accuracy by size and rule, mean and standard deviation over seeds, and what it took."""
+    table = _by_question(runs) if runs[0][1].get("evaluation") == "three_cell" else _by_size(runs)
+    return "\n".join([*table, "", *_circumstances(recipe, runs), ""])
+
+
+def _by_question(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
+    """A row for each encoding, best average first; a column for each kind of question."""
+    from mmpos.evaluation.three_cell import THREE_CELL_COLUMNS
+
+    values: dict[tuple[str, str], list[float]] = {}
+    for folder, _ in runs:
+        for row in _rows(folder):
+            values.setdefault((row["encoding"], row["metric"]), []).append(float(row["value"]))
+    found = dict.fromkeys(encoding for encoding, _ in values)
+    order = sorted(found, key=lambda name: -statistics.fmean(values.get((name, "accuracy"), [0.0])))
+    lines = [f"| encoding | {' | '.join(THREE_CELL_COLUMNS)} |", f"|---|{'---|' * len(THREE_CELL_COLUMNS)}"]
+    for encoding in order:
+        cells = [_cell(values.get((encoding, metric), [])) for metric in THREE_CELL_COLUMNS.values()]
+        lines.append(f"| {encoding} | {' | '.join(cells)} |")
+    return lines
+
+
+def _by_size(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
+    """A row for each resolution rule and question, a column for each size."""
     values: dict[tuple[str, int], list[float]] = {}
     for folder, _ in runs:
         for row in _rows(folder):
@@ -114,29 +144,36 @@ def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     for rule in rules:
         cells = [_cell(values.get((rule, size), [])) for size in sizes]
         lines.append(f"| {rule} | {' | '.join(cells)} |")
+    return lines
+
+
+def _circumstances(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
+    """How many seeds, what it took, and the command."""
     summaries = [summary for _, summary in runs]
-    seeds = sorted(summary["seed"] for summary in summaries)
+    seeds = sorted({summary["seed"] for summary in summaries})
     # a run that was held up has no time: what the clock shows is then no property of the recipe
     known = [summary for summary in summaries if summary["train_seconds"] is not None]
     seconds = sorted({round(summary["train_seconds"] + summary["evaluate_seconds"]) for summary in known})
-    overrides = " ".join(summaries[0].get("overrides", ()))
+    overrides = " ".join(_settings(summaries[0]))
+    encodings = list(dict.fromkeys(summary["encoding"] for summary in summaries))
+    if summaries[0].get("evaluation") == "three_cell":
+        overrides = " ".join([f"encoding={','.join(encodings)}", *_settings(summaries[0])])
+    sizes = sorted({summary["parameters"] for summary in summaries})
+    parameters = " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1])))
     machines = ", ".join(sorted({summary.get("machine", "unknown machine") for summary in summaries}))
     dates = sorted({summary.get("date", "") for summary in summaries})
     command = f"python train.py -m recipe={recipe} seed={','.join(map(str, seeds))} {overrides}".strip()
     over = f"mean and standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
     span = " to ".join(dict.fromkeys(map(str, seconds[:1] + seconds[-1:])))
     took = f"{span} s per run, training and evaluation together, on" if seconds else "Run on"
-    lines += [
-        "",
-        f"Test accuracy in %, {over}. {summaries[0]['parameters']:,} parameters. {took} {machines}; "
+    return [
+        f"Test accuracy in %, {over}. {parameters} parameters. {took} {machines}; "
         f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
         "",
         "```bash",
         command,
         "```",
-        "",
     ]
-    return "\n".join(lines)
 
 
 def _cell(values: list[float]) -> str:

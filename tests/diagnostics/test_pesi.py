@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmpos import Positions, create_encoding
+from mmpos import Positions, create_encoding, list_encodings
 from mmpos.diagnostics import attention_kernel, cosine_kernel, pesi, pesi_metrics
 from mmpos.testing import seeded
 
@@ -76,6 +76,33 @@ def test_numbers_of_the_paper() -> None:
     assert str(raster) == "M_U 1.9567  M_D 1.4905  A_SU 0.1243"
     assert str(pesi("loope", context="none")) == "M_U 1.9674  M_D 1.2900  A_SU 0.0939"
     assert str(pesi("sincos")) == "M_U 1.9991  M_D 1.5318  A_SU 0.0281"
+    from mmpos import evaluation  # the public name
+
+    assert evaluation.pesi is pesi
+
+
+@pytest.mark.parametrize("name", list_encodings())
+def test_every_encoding_is_measured_or_says_why_not(name: str) -> None:
+    torch.manual_seed(0)
+    if name in ("none", "cpe", "lepe"):
+        with pytest.raises(ValueError, match=f"encoding: {name} neither adds vectors to the tokens nor changes"):
+            pesi(name, (3, 5), dim=48, num_heads=2)
+        return
+    found = pesi(name, (3, 5), dim=96, num_heads=2)
+    assert 0 <= found.undirected <= 2
+    assert 0 <= found.directed <= 2
+    assert math.isfinite(found.asymmetry)
+    # the kernel differs from place to place, except where tables start at zero
+    assert (abs(found.asymmetry) < 1e-9) == (name in ("decomposed_rpe", "irpe"))
+
+
+def test_each_layer_has_its_own_kernel() -> None:
+    torch.manual_seed(0)
+    stack = create_encoding("rope_mixed", 32, 2, depth=3)
+    found = [pesi(stack, (3, 5), layer=layer).asymmetry for layer in range(3)]
+    assert len(set(found)) == 3
+    with pytest.raises(ValueError, match="layer: expected 0 to 2, got 3"):
+        pesi(stack, (3, 5), layer=3)
 
 
 def test_other_rules_give_the_other_numbers() -> None:

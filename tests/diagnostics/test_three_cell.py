@@ -65,6 +65,16 @@ def test_seeds() -> None:
     assert draw(0).shape == (0, 3, 2)
 
 
+def test_excluded_triples_do_not_come_and_the_balance_stays() -> None:
+    first = draw(400, 1, cells=5)
+    generator = torch.Generator().manual_seed(2)
+    rest = three_cell_sample(4000, cells=5, generator=generator, exclude=first)
+    seen = {tuple(triple.flatten().tolist()) for triple in first}
+    assert not seen & {tuple(triple.flatten().tolist()) for triple in rest}
+    assert seen & {tuple(triple.flatten().tolist()) for triple in draw(4000, 2, cells=5)}
+    assert torch.equal(three_cell_relations(rest), three_cell_relations(draw(4000, 2, cells=5)))
+
+
 def test_pictures_are_pure_colours_on_a_constant() -> None:
     places = torch.tensor([[[0, 13], [2, 5], [13, 0]]])
     image = three_cell_images(places, background=0.25)[0]
