@@ -23,6 +23,8 @@ _DATA = {
     "moving_mnist5k": ("video", "MovingMnist5k"),
     "omniglot_pen_video": ("video", "PenVideo"),
     "three_cell": ("three_cell", "ThreeCellData"),
+    "mnist_points": ("points", "MnistPoints"),
+    "ycb_scans": ("points", "YcbScans"),
 }
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmpos.evaluation.document import DPI, Document
 from mmpos.evaluation.figures import MARKERS, rule_colours, style_axis
+from mmpos.evaluation.points import POINT_COLUMNS
 from mmpos.evaluation.results import Row, read_results
 from mmpos.evaluation.three_cell import THREE_CELL_COLUMNS
 from mmpos.plotting import PALETTE, new_figure
@@ -27,7 +28,11 @@ __all__ = ["COMPARISON_COLUMNS", "Cell", "Comparison", "compare", "compare_study
 
 COMPARISON_COLUMNS = ("label", "encoding", "size", "coordinates", "metric", "mean", "std", "low", "high", "runs")
 _NOT_A_SETTING = ("seed", "resume", "ckpt_path", "recipe_name", "name")
-_TESTS = {"frames": "frame counts", "three_cell": "questions on three cells"}  # every other evaluation: image sizes
+_TESTS = {  # every other evaluation: image sizes
+    "frames": "frame counts",
+    "three_cell": "questions on three cells",
+    "points": "frames of point clouds",
+}
 
 
 @dataclass(frozen=True)
@@ -173,8 +178,8 @@ def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
     if len(tests) > 1:
         raise ValueError(f"folders: some runs were tested at {', others at '.join(sorted(tests))}; compare them apart")
     test = tests.pop()
-    unit = "frames" if test == _TESTS["frames"] else "px"
-    columns = THREE_CELL_COLUMNS if test == _TESTS["three_cell"] else {}
+    unit = {_TESTS["frames"]: "frames", _TESTS["points"]: "points"}.get(test, "px")
+    columns = {_TESTS["three_cell"]: THREE_CELL_COLUMNS, _TESTS["points"]: POINT_COLUMNS}.get(test, {})
     labels = _labels(runs)
     gathered: dict[tuple[str, int, str, str], list[Row]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -327,11 +332,13 @@ def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], t
         "other is the best of the remaining resolution rules. All of them are in comparison.csv."
     )
     if comparison.columns:
-        lead = f"{len(runs)} runs in {groups} groups, by question. Best average first."
+        first = next(name for name, metric in comparison.columns.items() if metric == "accuracy")
+        lead = f"{len(runs)} runs in {groups} groups, by question. Best {first} first."
         reading = (
-            "Test accuracy in %. ± is the standard deviation over runs (seeds), brackets the 95 % interval of one run; "
-            "average is the mean of the columns before it."
+            "Test accuracy in %. ± is the standard deviation over runs (seeds), brackets the 95 % interval of one run."
         )
+        if first == "average":
+            reading += " average is the mean of the columns before it."
     document = Document(title, lead)
     document.heading("Accuracy")
     document.figure(

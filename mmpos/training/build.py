@@ -154,6 +154,10 @@ def build_vit(config: Mapping[str, Any], data: Any) -> nn.Module:
     options = dict(model.get("options") or {})
     if model.get("patch_size") is not None:
         options["patch_size"] = model["patch_size"]
+    if data.evaluation == "points":
+        raise ValueError(
+            f"model.name: {data.name} holds point clouds, which {model['name']!r} cannot read; use model=point_micro"
+        )
     frames = getattr(data, "frames", None)
     create: Any = create_vit if frames is None else partial(create_video_vit, frames=frames)
     return create(
@@ -166,8 +170,28 @@ def build_vit(config: Mapping[str, Any], data: Any) -> nn.Module:
     )
 
 
+def build_points(config: Mapping[str, Any], data: Any) -> nn.Module:
+    """A transformer over point clouds."""
+    from mmpos.models import create_point_transformer
+
+    model = config["model"]
+    if data.evaluation != "points":
+        raise ValueError(
+            f"model.name: {model['name']!r} reads point clouds, and {data.name} holds none; use data=mnist_points or "
+            "model=vit_micro"
+        )
+    if model.get("patch_size") is not None:
+        raise ValueError(f"model.patch_size: {model['name']!r} has no patches, got {model['patch_size']}; set null")
+    return create_point_transformer(
+        encoding=encoding_specs(config["encoding"]),
+        num_classes=data.num_classes,
+        features=data.in_chans - 3,
+        **dict(model.get("options") or {}),
+    )
+
+
 #: models with a builder of their own, by ``model.name``; every other name is ``vit_micro`` or a ViT of timm
-MODELS: dict[str, Callable[[Mapping[str, Any], Any], nn.Module]] = {}
+MODELS: dict[str, Callable[[Mapping[str, Any], Any], nn.Module]] = {"point_micro": build_points}
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -195,10 +219,11 @@ def describe(config: Mapping[str, Any], data: Any, model: nn.Module) -> str:
     """One line on what is about to train."""
     total = sum(p.numel() for p in model.parameters())
     own = sum(p.numel() for name, p in model.named_parameters() if name.startswith("position_encoding."))
+    facts = data.facts()
+    samples = facts.get("training clips") or facts.get("training clouds") or f"{data.image_size} px"
     return (
         f"{config['model']['name']} with {config['encoding']['name']}: {total:,} parameters, {own:,} of them "
-        f"positions; {config['data']['name']}, {data.facts().get('training clips') or f'{data.image_size} px'}, "
-        f"{data.num_classes} classes"
+        f"positions; {config['data']['name']}, {samples}, {data.num_classes} classes"
     )
 
 

@@ -122,11 +122,36 @@ def _three_cell(request: Request) -> None:
     )
 
 
+def _points(request: Request) -> None:
+    from mmpos.evaluation.points import run_points
+
+    _expect(request, "points")
+    if request.sizes:
+        raise ValueError(
+            f"sizes: evaluation points tests in the frames of its own options, got {list(request.sizes)}; leave sizes "
+            "out and set evaluation.smaller, evaluation.larger, evaluation.fewer or evaluation.more"
+        )
+    run_points(
+        request.model(),
+        request.data,
+        encoding_name=request.encoding_name,
+        output_dir=request.folder,
+        device=request.device,
+        config=request.config,
+        **{"command": request.command, **request.options},
+    )
+
+
 def _expect(request: Request, evaluation: str) -> None:
     """Raise where the data of a run are not what its evaluation tests."""
     made_for = request.data.evaluation
     if made_for != evaluation:
-        holds = {"resolution": "labelled images", "frames": "videos", "three_cell": "questions about three cells"}
+        holds = {
+            "resolution": "labelled images",
+            "frames": "videos",
+            "three_cell": "questions about three cells",
+            "points": "point clouds",
+        }
         raise ValueError(
             f"evaluation: {request.config['data']['name']} holds {holds.get(made_for, made_for)}; use "
             f"evaluation={made_for}"
@@ -138,6 +163,7 @@ EVALUATIONS: dict[str, Callable[[Request], None]] = {
     "resolution": _resolution,
     "frames": _frames,
     "three_cell": _three_cell,
+    "points": _points,
 }
 
 

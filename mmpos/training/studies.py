@@ -138,7 +138,7 @@ def _by_size(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
                 label = f"{row['coordinates']}, {what}" if what else row["coordinates"]
                 values.setdefault((label, int(row["size"])), []).append(float(row["value"]))
     rules = sorted(dict.fromkeys(rule for rule, _ in values), key=lambda rule: rule.partition(", ")[2])
-    unit = "frames" if runs[0][1].get("evaluation") == "frames" else "px"
+    unit = {"frames": "frames", "points": "points"}.get(runs[0][1].get("evaluation", ""), "px")
     sizes = sorted({size for _, size in values})
     lines = [f"| coordinates | {' | '.join(f'{size} {unit}' for size in sizes)} |", f"|---|{'---|' * len(sizes)}"]
     for rule in rules:

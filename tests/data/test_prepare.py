@@ -86,3 +86,38 @@ def test_checksum_of_the_embedded_default():
 
     digest = hashlib.sha256(mnist5k_file().read_bytes()).hexdigest()
     assert digest in (DATASETS / "mnist5k" / "README.md").read_text()
+
+
+def test_scans_of_meshes(tmp_path, capsys):
+    """A box of 4 x 6 x 8 cm: every view is a part of its surface, seen from one side."""
+    corners = [(x, y, z) for x in (-0.02, 0.02) for y in (-0.03, 0.03) for z in (-0.04, 0.04)]
+    faces = [(1, 2, 4, 3), (5, 6, 8, 7), (1, 2, 6, 5), (3, 4, 8, 7), (1, 3, 7, 5), (-7, -5, -1, -3)]
+    lines = [f"v {x} {y} {z}" for x, y, z in corners] + ["f " + " ".join(f"{i}/1/1" for i in face) for face in faces]
+    for name in ("Box", "Same"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "mesh.obj").write_text("\n".join(lines))
+    main = script("ycb_scans")
+    out = tmp_path / "scans.npz"
+    options = ["--mesh", "mesh.obj", "--classes", "Box", "Same", "--views", "8", "--points", "64"]
+    main([str(tmp_path / "in"), str(out), *options])
+    assert "16 clouds of 2 objects" in capsys.readouterr().out
+    with np.load(out) as file:
+        clouds = torch.from_numpy(file["points_mm"].astype("float64")) * float(file["scale"]) / 1000
+        turns = torch.from_numpy(file["rotation"].astype("float64"))
+        assert file["split"].tolist() == 2 * [0, 0, 0, 0, 0, 0, 1, 1]
+    half = torch.tensor([0.02, 0.03, 0.04], dtype=torch.float64)
+    back = clouds @ turns  # as the object lies in its file
+    gap = (half - back.abs()).abs().amin(-1)
+    assert float(gap.max()) < 0.005  # on a face, up to the noise
+    assert float(((half - back.abs()).amin(-1) < -0.005).double().mean()) == 0
+    # a viewer up the third axis sees no face that looks away, but for a strip as wide as the tolerance along an edge
+    normal = torch.nn.functional.one_hot((half - back.abs()).argmin(-1), 3) * back.sign()
+    towards = (normal.double() @ turns.mT)[..., 2]
+    inside = (half - back.abs()).sort(-1).values[..., 1] > 0.01
+    assert 300 < int(inside.sum()) < 1000
+    assert float(towards[inside].min()) > 0
+    data = create_data("ycb_scans", root=out, points=32, batch_size=2, val_fraction=0.2)
+    assert data.class_names == ("Box", "Same")
+    assert len(data.labels("test")) == 4
+    with pytest.raises(SystemExit, match="no other.obj"):
+        main([str(tmp_path / "in"), str(out), "--mesh", "other.obj", "--classes", "Box"])
