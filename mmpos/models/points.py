@@ -73,6 +73,9 @@ class PointEmbed(nn.Module):
             mask = torch.ones_like(points[..., 0], dtype=torch.bool) if mask is None else mask
             points, mask = F.pad(points, (0, 0, 0, short)), F.pad(mask, (0, short))
             features = None if features is None else F.pad(features, (0, 0, 0, short))
+        if mask is not None:  # whatever padding holds, not a number included
+            points = points.masked_fill(~mask[..., None], 0.0)
+            features = None if features is None else features.masked_fill(~mask[..., None], 0.0)
         chosen = farthest_points(points.detach(), self.num_groups, mask)
         centres = gather_points(points, chosen)
         index, real = self._groups(points.detach(), centres.detach(), mask)

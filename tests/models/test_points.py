@@ -95,10 +95,11 @@ def test_padding_changes_nothing(encoding):
     points = clouds()
     model = model_of(encoding)
     mask = torch.arange(45).expand(2, -1) < 37
-    filled = torch.cat([points, torch.full((2, 8, 3), 50.0, dtype=torch.float64)], dim=1)
     with torch.no_grad():
-        plain, padded = model(points), model(filled, mask=mask)
-    assert torch.allclose(plain, padded, atol=1e-10)
+        plain = model(points)
+        for filling in (0.0, 50.0, float("nan")):
+            filled = torch.cat([points, torch.full((2, 8, 3), filling, dtype=torch.float64)], dim=1)
+            assert torch.allclose(plain, model(filled, mask=mask), atol=1e-10)
 
 
 @pytest.mark.parametrize("encoding", ["pape_ri", "rope_3d"])
