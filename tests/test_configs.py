@@ -75,6 +75,26 @@ def test_recipe_file_begins_with_its_command(recipe: str) -> None:
     assert (ROOT / "recipes" / recipe / "README.md").is_file()
 
 
+#: encodings without a recipe of the extrapolation study: of videos, and of places on the earth
+NOT_IN_THE_STUDY = {"rope_3d", "geoclip", "spherical"}
+
+
+def test_the_extrapolation_study_holds_every_encoding_of_images() -> None:
+    found = {path.stem for path in (config_dir() / "recipe" / "extrapolation").glob("*.yaml")}
+    assert found == set(list_encodings()) - NOT_IN_THE_STUDY
+
+
+@pytest.mark.parametrize("name", sorted(set(list_encodings()) - NOT_IN_THE_STUDY))
+def test_the_extrapolation_study_tests_the_recipe_of_an_encoding_at_four_sizes(name: str) -> None:
+    config = compose([f"recipe=extrapolation/{name}"])
+    check_config(config)
+    assert (config["encoding"]["name"], config["sizes"]) == (name, [28, 42, 56, 84])
+    source = yaml.safe_load((config_dir() / "recipe" / "extrapolation" / f"{name}.yaml").read_text())
+    recipe = source["defaults"][0].removeprefix("/recipe/")
+    if len(source["defaults"]) == 1:  # the recipe of this encoding: one set of runs serves both
+        assert [line.split(":")[0] for line in difference(compose([f"recipe={recipe}"]), config)] == ["sizes"]
+
+
 @pytest.mark.parametrize(("group", "choice"), GROUPS)
 def test_every_choice_composes(group: str, choice: str) -> None:
     check_config(compose([f"{group}={choice}"]))
