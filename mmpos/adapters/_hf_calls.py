@@ -15,7 +15,7 @@ from mmpos.adapters._hf_rotary import IDS
 from mmpos.multimodal import PositionLayout, Scheme
 from mmpos.multimodal.segments import VIDEO
 
-__all__ = ["EXTRA", "Host", "Prompt", "base_forward", "prepare_positions", "validate_kwargs"]
+__all__ = ["EXTRA", "Host", "Prompt", "base_forward", "expand_inputs", "prepare_positions", "validate_kwargs"]
 
 #: arguments an attached model understands whatever its class
 EXTRA = ("position_layout", "mm_token_type_ids")
@@ -72,12 +72,13 @@ def base_forward(base: Any, host: Host, *args: Any, **kwargs: Any) -> Any:
     pattern = _pattern(base, host, layout, given, past)
     if pattern is not None:
         given["attention_mask"] = pattern
+    given[_cache_name(base)] = given.pop("cache", None)
     token = IDS.set(layout.ids)
     try:
         out = type(base).forward(base, **given)
     finally:
         IDS.reset(token)
-    cache = getattr(out, "cache", None) if cache is None else cache
+    cache = getattr(out, _cache_name(base), None) if cache is None else cache
     if cache is None and isinstance(out, tuple):
         cache = next((part for part in out if hasattr(part, "get_seq_length")), None)
     if cache is not None:
@@ -96,10 +97,10 @@ def prepare_positions(model: Any, host: Host, inputs_tensor: Tensor, model_kwarg
     own from the layout and, behind it, from the cursor that the cache remembers.
     """
     base = model.model
-    cache = model_kwargs.get("cache")
+    cache = model_kwargs.get(_cache_name(base))
     past = 0 if cache is None else int(cache.get_seq_length())
     ids = model_kwargs.get("input_ids")
-    given: dict[str, Any] = {**model_kwargs, "input_ids": None, "inputs_embeds": None, "position_ids": None}
+    given = {**model_kwargs, "cache": cache, "input_ids": None, "inputs_embeds": None, "position_ids": None}
     if ids is None or ids.shape[1] == 0:
         ids = inputs_tensor
     mask = model_kwargs.get("attention_mask")
@@ -111,6 +112,13 @@ def prepare_positions(model: Any, host: Host, inputs_tensor: Tensor, model_kwarg
     own = given.pop("position_layout", None)
     layout = _layout_of_call(host, base, given, own, ids.shape[0], ids.shape[1], past, ids.device)
     model_kwargs["position_layout"] = Prompt(layout, past)
+
+
+def expand_inputs(original: Any, **kwargs: Any) -> Any:
+    """``_expand_inputs_for_generation``: absent ids are left out, which older Qwen-VL models cannot repeat."""
+    if kwargs.get("position_ids", False) is None:
+        del kwargs["position_ids"]
+    return original(**kwargs)
 
 
 def validate_kwargs(model: Any, model_kwargs: dict[str, Any]) -> None:
@@ -316,6 +324,11 @@ def _pattern(base: Any, host: Host, layout: PositionLayout, given: Mapping[str, 
 
 def _arguments(base: Any) -> list[str]:
     return [name for name in inspect.signature(type(base).forward).parameters if name != "self"]
+
+
+def _cache_name(base: Any) -> str:
+    """What the cache is called among the arguments and outputs: ``cache`` since transformers 5.24."""
+    return "cache" if "cache" in _arguments(base) else "past_key_values"
 
 
 def _by_name(base: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class Family:
         splits_frames: each frame of a video is a block of its own, with a timestamp before it.
         tiled: an image may arrive as several tiles whose arrangement the inputs do not tell.
         placeholders: whether token ids alone tell images from videos.
+        pairing: which channels the model turns together, ``half`` or ``interleaved``.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Family:
     splits_frames: bool = False
     tiled: bool = False
     placeholders: bool = True
+    pairing: str = "half"
 
 
 def family_of(model: Any) -> Family:
@@ -240,7 +242,15 @@ FAMILIES: Mapping[str, Family] = {
         Family("qwen2_5_vl", scheme("mrope_time", cursor="spatial"), _grid_blocks, multi_axis=True),
         Family("qwen3_vl", scheme("mrope_interleave"), _grid_blocks, multi_axis=True, splits_frames=True),
         Family("qwen3_vl_moe", scheme("mrope_interleave"), _grid_blocks, multi_axis=True, splits_frames=True),
-        Family("glm4v", scheme("mrope_hf5"), _grid_blocks, multi_axis=True, splits_frames=True, placeholders=False),
+        Family(
+            "glm4v",
+            scheme("mrope_hf5"),
+            _grid_blocks,
+            multi_axis=True,
+            splits_frames=True,
+            placeholders=False,
+            pairing="interleaved",
+        ),
         Family("llava", scheme("raster"), _llava_blocks),
         Family("llava_next", scheme("raster"), _next_blocks, tiled=True),
         Family("llava_onevision", scheme("raster"), _onevision_blocks, tiled=True),

@@ -25,19 +25,24 @@ class SchemeRotary(nn.Module):
         allocation: which axis each pair reads.
         ladder: inverse frequencies ``(pairs,)``, float32; kept out of buffers so that casting the model leaves them.
         scaling: factor of cosines and sines (YaRN).
-        layout: ``half`` or ``interleaved`` channels, as the model rotates them.
+        layout: ``half`` or ``interleaved`` channels, as the model expects its tables.
+        by_axis: whether the model expects one table for each axis and picks sections of them itself; it then gets
+            views of the one table, whose sections are what the scheme says.
 
     Shape:
         Cosine and sine ``(B, L, 2 pairs)``; ``(V, B, L, 2 pairs)`` when layers differ; ``(B, kv heads, L, pairs)``
-        when heads differ.
+        when heads differ. With ``by_axis`` one more dimension of three before the batch, unless heads differ.
     """
 
-    def __init__(self, allocation: Allocation, ladder: Tensor, scaling: float, layout: str) -> None:
+    def __init__(
+        self, allocation: Allocation, ladder: Tensor, scaling: float, layout: str, by_axis: bool = False
+    ) -> None:
         super().__init__()
         self.allocation = allocation
         self.ladder = ladder
         self.scaling = scaling
         self.layout = layout
+        self.by_axis = by_axis
 
     @property
     def by_head(self) -> bool:
@@ -55,10 +60,10 @@ class SchemeRotary(nn.Module):
         if self.ladder.device != x.device:
             self.ladder = self.ladder.to(x.device)
         tables = [self._table(variant, x.dtype) for variant in ids.to(x.device)]
-        if len(tables) == 1:
-            return tables[0]
-        cos, sin = zip(*tables, strict=True)
-        return torch.stack(cos), torch.stack(sin)
+        cos, sin = (part[0] if len(part) == 1 else torch.stack(part) for part in zip(*tables, strict=True))
+        if self.by_axis and not self.by_head:
+            return for_each_axis(cos), for_each_axis(sin)
+        return cos, sin
 
     def _table(self, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         with torch.autocast(ids.device.type, enabled=False):
@@ -69,19 +74,29 @@ class SchemeRotary(nn.Module):
             return (cos * self.scaling).to(dtype), (sin * self.scaling).to(dtype)
 
 
-def table_layout(own: Any, multi_axis: bool, like: Tensor) -> str:
-    """Channel layout of a model's rotary module, found by asking it for a table; anything unknown is refused."""
+def for_each_axis(table: Tensor) -> Tensor:
+    """One table seen as three, without copies. Shape: ``(..., B, L, D)`` to ``(..., 3, B, L, D)``."""
+    return table.unsqueeze(-4).expand(*table.shape[:-3], 3, *table.shape[-3:])
+
+
+def table_layout(own: Any, multi_axis: bool, like: Tensor) -> tuple[str, bool]:
+    """Channel layout of a model's rotary module and whether it gives one table for each axis, found by asking it for a
+    table; anything unknown is refused.
+    """
     places = torch.tensor([[0, 1, 5]], device=like.device)
     try:
         cos, sin = own(like, places[None].expand(3, -1, -1) if multi_axis else places)
         angles = places[..., None].float() * own.inv_freq.float()
+        by_axis = multi_axis and cos.shape[:-2] == (3, 1)  # Qwen-VL of transformers before 5.14
+        if by_axis:
+            cos, sin = cos[0], sin[0]
         for layout in ("half", "interleaved"):
             expected = [table * own.attention_scaling for table in channel_tables(angles, layout)]
             if cos.shape == expected[0].shape and all(
                 torch.allclose(found.float(), wanted, atol=1e-2)
                 for found, wanted in zip((cos, sin), expected, strict=True)
             ):
-                return layout
+                return layout, by_axis
     except (TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"model: the rotary module {type(own).__name__} does not work as expected: {error}") from error
     raise ValueError(f"model: the tables of {type(own).__name__} have a layout this adapter does not know")
@@ -101,7 +116,7 @@ def pick_variant(variant: int, count: int) -> Any:
     return hook
 
 
-def by_head_forward(attention: Any, layout: str, *args: Any, **kwargs: Any) -> Any:
+def by_head_forward(attention: Any, pairing: str, by_axis: bool, *args: Any, **kwargs: Any) -> Any:
     """Forward of an attention module whose heads read different axes.
 
     The module itself gets a table that turns nothing; queries and keys are turned as they leave their projection (or
@@ -111,7 +126,8 @@ def by_head_forward(attention: Any, layout: str, *args: Any, **kwargs: Any) -> A
     still = torch.ones(cos.shape[0], cos.shape[2], 2 * cos.shape[-1], device=cos.device)
     hidden = kwargs.get("hidden_states", args[0] if args else None)
     still = still if hidden is None else still.to(hidden.dtype)
-    token = _HEADS.set(Rotation(layout, cos, sin))
+    still = for_each_axis(still) if by_axis else still
+    token = _HEADS.set(Rotation(pairing, cos, sin))
     try:
         return type(attention).forward(attention, *args, position_embeddings=(still, torch.zeros_like(still)), **kwargs)
     finally:

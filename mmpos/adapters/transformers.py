@@ -2,8 +2,12 @@
 
 Supported are instances of ``qwen2_vl``, ``qwen2_5_vl``, ``qwen3_vl``, ``qwen3_vl_moe``, ``glm4v``, ``llava``,
 ``llava_next``, ``llava_onevision``, ``internvl``, ``smolvlm`` and ``idefics3`` (the ``...ForConditionalGeneration``
-object) from transformers 5.24 up to but without 6; tested with 5.24.0. Only the instance changes: no class, module or
-registry is touched, and :func:`detach` gives it back as it was.
+object) from transformers 5.6 up to but without 6; tested with 5.6, 5.13, 5.17, 5.20 and 5.24. Only the instance
+changes: no class, module or registry is touched, and :func:`detach` gives it back as it was.
+
+Versions differ in two things that show. The cache is called ``past_key_values`` before 5.24 and ``cache`` since, also in
+an attached model. Qwen2.5-VL itself cuts the seconds between frames to whole ones before 5.18; an attached model never
+does.
 
 What then decides over positions:
 
@@ -19,6 +23,7 @@ What then decides over positions:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +33,7 @@ import torch
 from torch import nn
 
 from mmpos.adapters._attachment import require
-from mmpos.adapters._hf_calls import Host, base_forward, prepare_positions, validate_kwargs
+from mmpos.adapters._hf_calls import Host, base_forward, expand_inputs, prepare_positions, validate_kwargs
 from mmpos.adapters._hf_families import FAMILIES, Family, family_of
 from mmpos.adapters._hf_rotary import SchemeRotary, by_head_forward, pick_variant, rotate_projection, table_layout
 from mmpos.multimodal import SCHEMES, Allocation, Scheme
@@ -38,6 +43,8 @@ __all__ = ["attach", "detach", "own_scheme", "scheme_of", "supported_models"]
 
 _RECORD = "_mmpos_attachment"
 _HEADS_OF_PAPER = 8
+#: transformers that can be hosted, from and up to but without
+_VERSIONS = ((5, 6), (6, 0))
 
 
 @dataclass
@@ -85,7 +92,7 @@ def attach(
         >>> model(input_ids=torch.tensor([[1, 19, 19, 19, 19, 2]]), pixel_values=torch.zeros(1, 3, 8, 8)).logits.shape
         torch.Size([1, 6, 20])
     """
-    require("transformers", "vlm")
+    _check_version(str(require("transformers", "vlm").__version__))
     family = family_of(model)
     if hasattr(model, _RECORD):
         raise ValueError(f"model: {scheme_of(model).name!r} is already attached; call detach(model) first")
@@ -93,8 +100,8 @@ def attach(
     decoder = getattr(base, family.decoder, None)
     if decoder is None or not hasattr(model, "_prepare_position_ids_for_generation"):
         raise ValueError(
-            f"model: expected a {family.name} model for conditional generation of transformers >= 5.24, < 6, got "
-            f"{type(model).__name__}"
+            f"model: expected a {family.name} model for conditional generation (a ...ForConditionalGeneration object), "
+            f"got {type(model).__name__}"
         )
     chosen = _with_model_facts(_resolve(scheme, changes), base)
     own = getattr(decoder, "rotary_emb", None)
@@ -103,17 +110,18 @@ def attach(
             f"model: the decoder {type(decoder).__name__} has no rotary module 'rotary_emb' to stand in for"
         )
     like = next(decoder.parameters())
-    layout = table_layout(own, family.multi_axis, like)
+    layout, by_axis = table_layout(own, family.multi_axis, like)
     ladder, scaling = _ladder(own, decoder.config, theta)
     allocation = _allocation(chosen, family, decoder, own, len(ladder), sections)
     if not torch.equal(allocation.exponent, torch.arange(len(ladder)) / len(ladder)):
         ladder = allocation.inverse_frequencies(theta if theta is not None else _theta(decoder.config))
     host = Host(family, chosen, len(decoder.layers))
-    rotary = SchemeRotary(allocation, ladder.to(like.device), scaling, layout)
+    rotary = SchemeRotary(allocation, ladder.to(like.device), scaling, layout, by_axis)
     record = _Record(host, own)
     decoder.rotary_emb = rotary
     record.bind(base, "forward", partial(base_forward, base, host))
     record.bind(model, "_prepare_position_ids_for_generation", partial(prepare_positions, model, host))
+    record.bind(model, "_expand_inputs_for_generation", partial(expand_inputs, model._expand_inputs_for_generation))
     record.bind(model, "_validate_model_kwargs", partial(validate_kwargs, model))
     _hook_layers(record, decoder, rotary)
     setattr(model, _RECORD, record)
@@ -148,6 +156,17 @@ def own_scheme(model: Any) -> Scheme:
 def supported_models() -> list[str]:
     """Model types that can be attached to, sorted."""
     return sorted(FAMILIES)
+
+
+def _check_version(installed: str) -> None:
+    """Refuse what is outside the range with a word on what to install, rather than failing somewhere inside."""
+    found = re.match(r"(\d+)\.(\d+)", installed)
+    first, end = _VERSIONS
+    if found is None or not first <= (int(found[1]), int(found[2])) < end:
+        wanted = f">={first[0]}.{first[1]},<{end[0]}"
+        raise ImportError(
+            f"transformers: expected a version {wanted}, got {installed}; run pip install 'transformers{wanted}'"
+        )
 
 
 def _record_of(model: Any) -> _Record:
@@ -209,7 +228,7 @@ def _allocation(
         return scheme.allocate(pairs, sections=tuple(sections))
     default = SCHEMES.get(scheme.name)
     chosen_by_user = default is None or default.allocation_options != scheme.allocation_options
-    model_sections = getattr(own, "mrope_section", None)
+    model_sections = getattr(own, "mrope_section", None) or decoder.config.rope_parameters.get("mrope_section")
     if model_sections is not None and family.own.allocation == scheme.allocation and not chosen_by_user:
         return scheme.allocate(pairs, sections=tuple(model_sections))
     return scheme.allocate(pairs)
@@ -240,7 +259,8 @@ def _hook_layers(record: _Record, decoder: Any, rotary: SchemeRotary) -> None:
             hook = pick_variant(of_layer[number], len(variants))
             record.hooks.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
         if rotary.by_head:
-            record.bind(attention, "forward", partial(by_head_forward, attention, rotary.layout))
+            pairing = rotary.layout if rotary.layout == "interleaved" else host.family.pairing
+            record.bind(attention, "forward", partial(by_head_forward, attention, pairing, rotary.by_axis))
             turn = rotate_projection(int(attention.head_dim))
             for part in ("q", "k"):
                 module = getattr(attention, f"{part}_norm", None) or getattr(attention, f"{part}_proj", None)

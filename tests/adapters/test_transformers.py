@@ -5,8 +5,10 @@ and caches, padding, batches, beams and further turns never matter.
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +16,23 @@ import torch
 from torch import Tensor
 
 from benchmarks import position_ids
+from mmpos.adapters import transformers as transformers_adapter
 from mmpos.adapters.transformers import attach, detach, own_scheme, scheme_of, supported_models
 from mmpos.multimodal import Image, PositionLayout, Text, Tiles, Video, channel_tables, rotary_angles, scheme
-from tests.adapters.vlms import GRID_MODELS, IMAGE, MODELS, SPLIT_MODELS, batch_of, noise, random_ids, tiny_vlm
+from tests.adapters.vlms import (
+    CACHE,
+    GRID_MODELS,
+    IMAGE,
+    MODELS,
+    SPLIT_MODELS,
+    START,
+    VERSION,
+    as_tables,
+    batch_of,
+    noise,
+    random_ids,
+    tiny_vlm,
+)
 
 # several images, adjacent ones, rows that differ, a row that ends in an image
 ROWS = [[3, (4, 5), 2, (2, 3), (3, 2), 1], [2, (4, 3), 1]]
@@ -85,7 +101,8 @@ def test_own_scheme_with_videos(name: str) -> None:
     model = tiny_vlm(name)
     inputs = batch_of(model, [[2, (3, 2, 3), 1, (2, 1), 2], [1, (2, 1), 1, (2, 3, 2), 1]])
     if name == "qwen2_5_vl":
-        inputs["second_per_grid_ts"] = torch.tensor([0.5, 1.5])
+        whole = VERSION < (5, 18)  # which cut seconds to whole ones
+        inputs["second_per_grid_ts"] = torch.tensor([1.0, 2.0] if whole else [0.5, 1.5])
     expected = logits(model, inputs)
     attach(model, own_scheme(model))
     assert torch.equal(logits(model, inputs), expected)
@@ -94,6 +111,8 @@ def test_own_scheme_with_videos(name: str) -> None:
 def test_beams_of_several_images_equal_those_of_the_model() -> None:
     model = tiny_vlm("qwen2_vl")
     inputs = batch_of(model, APART)
+    images = inputs["input_ids"] == IMAGE
+    inputs["input_ids"][:, :-1][images[:, 1:] & ~images[:, :-1]] = START  # by which older versions count images
     expected = generate(model, num_beams=3, **inputs)
     attach(model, "mrope_hf5")
     assert torch.equal(generate(model, num_beams=3, **inputs), expected)
@@ -113,7 +132,8 @@ def by_hand(model: Any, inputs: dict[str, Any], layout: PositionLayout, which: s
         angles = rotary_angles(layout.position_ids(number), allocation, 1e4)[:, 0]
         allowed = layout.dense_mask(number) | torch.eye(angles.shape[1], dtype=torch.bool)
 
-        given = {"position_embeddings": channel_tables(angles), "attention_mask": allowed}
+        tables = as_tables(decoder.rotary_emb, channel_tables(angles))
+        given = {"position_embeddings": tables, "attention_mask": allowed}
         swap = partial(_swap, given)
         hooks.append(layer.self_attn.register_forward_pre_hook(swap, with_kwargs=True))
     unused = torch.zeros(3, *inputs["input_ids"].shape, dtype=torch.long)
@@ -159,7 +179,7 @@ def test_heads_turn_with_their_own_axis() -> None:
     attach(model, "mhrope", sections=(1, 1, 0))
     seen: dict[str, Tensor] = {}
     attention = model.model.language_model.layers[0].self_attn
-    cache = model(**inputs, use_cache=True).cache
+    cache = model(**inputs, use_cache=True)[CACHE]
     keys = cache.layers[0].keys  # as the model stores them, turned
     detach(model)
     attention.k_norm.register_forward_hook(lambda module, args, out: seen.update(k=out))
@@ -180,8 +200,9 @@ def test_theta_and_sections_are_used() -> None:
     out = logits(model, inputs)
     detach(model)
     allocation = scheme("mrope").allocate(8, sections=(0, 4, 4))
-    cos, sin = channel_tables(rotary_angles(layout.position_ids(), allocation, 50.0)[:, 0])
-    model.model.language_model.rotary_emb.forward = lambda x, position_ids: (cos, sin)
+    rotary = model.model.language_model.rotary_emb
+    tables = as_tables(rotary, channel_tables(rotary_angles(layout.position_ids(), allocation, 50.0)[:, 0]))
+    rotary.forward = lambda x, position_ids: tables
     expected = logits(model, {**inputs, "position_ids": torch.zeros(3, *inputs["input_ids"].shape, dtype=torch.long)})
     torch.testing.assert_close(on_real(out, inputs), on_real(expected, inputs), atol=1e-5, rtol=0)
 
@@ -278,14 +299,14 @@ def test_second_turn_with_a_new_image_on_a_warm_cache(which: str) -> None:
     with torch.no_grad():
         out = model(**first, use_cache=True)
         for token in answer.unbind(1):
-            out = model(input_ids=token[:, None], cache=out.cache, use_cache=True)
-        warm = copy.deepcopy(out.cache)
+            out = model(input_ids=token[:, None], **{CACHE: out[CACHE]}, use_cache=True)
+        warm = copy.deepcopy(out[CACHE])
         second.pop("attention_mask")
-        out = model(**second, cache=out.cache, use_cache=True)
+        out = model(**second, **{CACHE: out[CACHE]}, use_cache=True)
     torch.testing.assert_close(out.logits, expected[:, -out.logits.shape[1] :], atol=2e-5, rtol=0)
     # the same through generate(), which gets the whole conversation but only the new picture
     asked = {**second, "input_ids": whole["input_ids"], "mm_token_type_ids": whole["mm_token_type_ids"]}
-    assert torch.equal(generate(model, cache=warm, **asked), generate(model, **whole))
+    assert torch.equal(generate(model, **{CACHE: warm}, **asked), generate(model, **whole))
 
 
 def test_two_conversations_on_one_model_do_not_meet() -> None:
@@ -293,9 +314,9 @@ def test_two_conversations_on_one_model_do_not_meet() -> None:
     first, second = batch_of(model, [[2, (3, 3), 1]]), batch_of(model, [[4, (3, 3), (3, 3), 2]], seed=5)
     token = random_ids(1, 1)
     with torch.no_grad():
-        caches = [model(**inputs, use_cache=True).cache for inputs in (first, second)]
-        alone = [model(input_ids=token, cache=copy.deepcopy(cache)).logits for cache in caches]
-        crossed = [model(input_ids=token, cache=cache).logits for cache in reversed(caches)][::-1]
+        caches = [model(**inputs, use_cache=True)[CACHE] for inputs in (first, second)]
+        alone = [model(input_ids=token, **{CACHE: copy.deepcopy(cache)}).logits for cache in caches]
+        crossed = [model(input_ids=token, **{CACHE: cache}).logits for cache in reversed(caches)][::-1]
     assert torch.equal(crossed[0], alone[0])
     assert torch.equal(crossed[1], alone[1])
 
@@ -304,28 +325,28 @@ def test_a_cache_cut_back_to_text_goes_on_and_into_an_image_does_not() -> None:
     model = attached("qwen2_vl", "mrope")
     inputs = batch_of(model, [[2, (2, 3), 3]])
     with torch.no_grad():
-        cache = model(**inputs, use_cache=True).cache
+        cache = model(**inputs, use_cache=True)[CACHE]
         cache.crop(-2)  # two of the three last text tokens are dropped
-        out = model(input_ids=inputs["input_ids"][:, 9:], cache=cache).logits
+        out = model(input_ids=inputs["input_ids"][:, 9:], **{CACHE: cache}).logits
         torch.testing.assert_close(out, logits(model, inputs)[:, 9:], atol=1e-5, rtol=0)
         cache.crop(-4)
         with pytest.raises(ValueError, match="into an image or video"):
-            model(input_ids=inputs["input_ids"][:, 9:], cache=cache)
+            model(input_ids=inputs["input_ids"][:, 9:], **{CACHE: cache})
 
 
 def test_a_foreign_cache_is_refused() -> None:
     model = tiny_vlm("qwen2_vl")
     inputs = batch_of(model, [[2, (2, 3), 3]])
-    cache = model(**inputs, use_cache=True).cache
+    cache = model(**inputs, use_cache=True)[CACHE]
     attach(model, "mrope")
     token = random_ids(1, 1)
     with pytest.raises(ValueError, match="holds 11 tokens that this model did not place"):
-        model(input_ids=token, cache=cache)
-    placed = model(**inputs, use_cache=True).cache
+        model(input_ids=token, **{CACHE: cache})
+    placed = model(**inputs, use_cache=True)[CACHE]
     detach(model)
     attach(model, "videorope")
     with pytest.raises(ValueError, match="placed by 'mrope'.*attached to 'videorope'"):
-        model(input_ids=token, cache=placed)
+        model(input_ids=token, **{CACHE: placed})
 
 
 # -- what a call may bring --------------------------------------------------------------------------------------------
@@ -408,7 +429,8 @@ def test_gradient_checkpointing_leaves_gradients() -> None:
         gradients = []
         for step in range(2):
             if step:
-                model.activation_checkpointing_enable({"use_reentrant": False})
+                switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+                switch({"use_reentrant": False})
             model.zero_grad()
             model(**inputs, labels=inputs["input_ids"]).loss.backward()
             gradients.append([p.grad.clone() for p in model.model.language_model.layers.parameters()])
@@ -517,6 +539,27 @@ def test_what_cannot_be_hosted_says_why() -> None:
     flash.model.language_model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="needs the implementation 'eager' or 'sdpa', got 'flash_attention_2'"):
         flash(**batch_of(flash, ROWS))
+
+
+@pytest.mark.parametrize("installed", ["4.57.6", "5.5.4", "6.0.0.dev0", "unknown"])
+def test_another_transformers_is_refused_with_the_range(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_vlm("llava")
+    monkeypatch.setattr("transformers.__version__", installed)
+    with pytest.raises(
+        ImportError, match=rf"expected a version >=5\.6,<6, got {re.escape(installed)}; run pip install"
+    ):
+        attach(model, "raster")
+    for fine in ("5.6.0", "5.10.0rc1", "5.99.1"):
+        monkeypatch.setattr("transformers.__version__", fine)
+        detach(attach(model, "raster"))
+
+
+def test_the_range_of_transformers_is_the_one_of_the_extra_and_the_documentation() -> None:
+    root = Path(__file__).parents[2]
+    text = (root / "pyproject.toml").read_text()
+    assert re.search(r'^vlm = \["transformers>=5\.6,<6"\]$', text, re.MULTILINE)
+    assert "transformers 5.6 up to but without 6" in str(transformers_adapter.__doc__).replace("\n", " ")
+    assert "transformers >= 5.6, < 6" in (root / "README.md").read_text().replace("\n", " ")
 
 
 def test_rope_scaling_of_the_model_is_kept() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2VLModel
 
-IMAGE, VIDEO, PAD = 90, 91, 0
+IMAGE, VIDEO, START, PAD = 90, 91, 92, 0
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 _TEXT: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -22,7 +25,7 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
-_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": 92, "vision_end_token_id": 93}
+_TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START, "vision_end_token_id": 93}
 _CLIP = {
     "model_type": "clip_vision_model",
     "hidden_size": 16,
@@ -114,6 +117,13 @@ _CONFIGS["qwen3_vl_moe"] = {
 GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
 SPLIT_MODELS = ("qwen3_vl", "qwen3_vl_moe", "glm4v")
 MODELS = tuple(_CONFIGS)
+#: what transformers calls the cache, as an argument and as an output
+CACHE = "cache" if "cache" in inspect.signature(Qwen2VLModel.forward).parameters else "past_key_values"
+
+
+def as_tables(rotary: Any, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Cosine and sine as the layers of a Qwen2-VL want them: before 5.14 once for each axis."""
+    return tables if hasattr(rotary, "mrope_section") else tuple(table.expand(3, -1, -1, -1) for table in tables)
 
 
 def tiny_vlm(name: str, *, seed: int = 0, **text: Any) -> Any:
@@ -204,13 +214,12 @@ def _placeholder_inputs(model: Any, rows: list[list[Any]]) -> dict[str, Any]:
             inputs["pixel_values"] = noise(images, 5, 3, size, size)
             if name == "llava_onevision":
                 inputs["batch_num_images"] = torch.tensor(per_row)
-        with torch.no_grad():
-            features = model.model.get_image_features(**inputs, return_dict=True).pooler_output
-        lengths = [len(part) for part in features]
         if name in ("smolvlm", "idefics3"):
-            lengths = [
-                length // max(count, 1) for length, count in zip(lengths, per_row, strict=True) for _ in range(count)
-            ]
+            lengths = [int(model.model.image_seq_len)] * images
+        else:
+            with torch.no_grad():
+                features = model.model.get_image_features(**inputs, return_dict=True).pooler_output
+            lengths = [len(part) for part in features]
     kinds, number = [], 0
     for row in rows:
         kind: list[int] = []

@@ -125,7 +125,7 @@ def test_transformers_40490_agent_lightning_441_in_a_model() -> None:
     """Prefill and one step equal one long prefill, left padded; a row that is all padding is named."""
     pytest.importorskip("transformers")
     from mmpos.adapters.transformers import attach
-    from tests.adapters.vlms import batch_of, random_ids, tiny_vlm
+    from tests.adapters.vlms import CACHE, batch_of, random_ids, tiny_vlm
 
     model = attach(tiny_vlm("qwen2_vl"), "mrope")
     inputs = batch_of(model, [[2, (2, 3), 1], [5]])
@@ -138,8 +138,8 @@ def test_transformers_40490_agent_lightning_441_in_a_model() -> None:
         "mm_token_type_ids": torch.cat([inputs["mm_token_type_ids"], 0 * one], dim=1),
     }
     with torch.no_grad():
-        cache = model(**inputs, use_cache=True).cache
-        step = model(input_ids=token, attention_mask=mask, cache=cache).logits[:, -1]
+        cache = model(**inputs, use_cache=True)[CACHE]
+        step = model(input_ids=token, attention_mask=mask, **{CACHE: cache}).logits[:, -1]
         torch.testing.assert_close(step, model(**longer).logits[:, -1], atol=1e-5, rtol=0)
         inputs["attention_mask"][1] = 0
         with pytest.raises(ValueError, match="attention_mask: row 1 has no real token"):
