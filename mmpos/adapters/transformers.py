@@ -5,9 +5,9 @@ Supported are instances of ``qwen2_vl``, ``qwen2_5_vl``, ``qwen3_vl``, ``qwen3_v
 object) from transformers 5.6 up to but without 6; tested with 5.6, 5.13, 5.17, 5.20 and 5.24. Only the instance
 changes: no class, module or registry is touched, and :func:`detach` gives it back as it was.
 
-Versions differ in two things that show. The cache is called ``past_key_values`` before 5.24 and ``cache`` since, also in
-an attached model. Qwen2.5-VL itself cuts the seconds between frames to whole ones before 5.18; an attached model never
-does.
+Versions differ in two things that show. The cache is called ``past_key_values`` before 5.24 and ``cache`` since, in
+an attached model too. Qwen2.5-VL itself cuts the seconds between frames to whole ones before 5.18; an attached model
+never does.
 
 What then decides over positions:
 
