@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,20 @@ from torch import Tensor
 from benchmarks import position_ids
 from mmpos.adapters import transformers as transformers_adapter
 from mmpos.adapters.transformers import attach, detach, own_scheme, scheme_of, supported_models
-from mmpos.multimodal import Image, PositionLayout, Text, Tiles, Video, channel_tables, rotary_angles, scheme
+from mmpos.multimodal import Image, Text, Tiles, channel_tables, rotary_angles, scheme
+from tests.adapters.hosting import (
+    APART,
+    OPTIONS,
+    ROWS,
+    attached,
+    by_hand,
+    check_generation,
+    generate,
+    logits,
+    on_real,
+    segments_of,
+    tables_for,
+)
 from tests.adapters.vlms import (
     CACHE,
     GRID_MODELS,
@@ -27,42 +39,14 @@ from tests.adapters.vlms import (
     SPLIT_MODELS,
     START,
     VERSION,
-    as_tables,
     batch_of,
     noise,
     random_ids,
     tiny_vlm,
 )
 
-# several images, adjacent ones, rows that differ, a row that ends in an image
-ROWS = [[3, (4, 5), 2, (2, 3), (3, 2), 1], [2, (4, 3), 1]]
-APART = [[3, (4, 5), 2, (2, 3), 1], [2, (4, 3), 1]]  # the models themselves cannot tell adjacent images apart
-QUIET = list(range(90, 96))  # special tokens, which a random model would produce without images for them
-OPTIONS: dict[str, dict[str, Any]] = {
-    "mhrope": {"sections": (1, 1, 0)},
-    "pype": {"layer_options": {"jump": 1}},
-    "imrope": {},
-}
 FAST = ["raster", "mrope", "mrope_interleave_reset", "videorope", "v2pe", "cca", "pype", "circlerope_age"]
 MORE = ["mhrope", "ilrope", "vrope", "hope", "mmrope", "omnirope", "imrope", "circlerope", "share_all", "v2pe_span"]
-
-
-def attached(name: str, which: str, **text: Any) -> Any:
-    return attach(tiny_vlm(name, **text), which, **OPTIONS.get(which, {}))
-
-
-def generate(model: Any, count: int = 5, **inputs: Any) -> Tensor:
-    options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "suppress_tokens": QUIET}
-    return model.generate(**{**options, **inputs})[:, -count:]
-
-
-@torch.no_grad()
-def logits(model: Any, inputs: dict[str, Any]) -> Tensor:
-    return model(**inputs).logits
-
-
-def on_real(values: Tensor, inputs: dict[str, Any]) -> Tensor:
-    return values[inputs["attention_mask"].bool()]
 
 
 # -- the model's own scheme -------------------------------------------------------------------------------------------
@@ -121,48 +105,13 @@ def test_beams_of_several_images_equal_those_of_the_model() -> None:
 # -- other schemes equal a hand-made pass -----------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def by_hand(model: Any, inputs: dict[str, Any], layout: PositionLayout, which: str) -> Tensor:
-    """Logits of an unattached model whose layers get the tables of a layout, one by one."""
-    decoder = model.model.language_model
-    pairs = len(decoder.rotary_emb.inv_freq)
-    allocation = scheme(which).allocate(pairs)
-    hooks = []
-    for number, layer in enumerate(decoder.layers):
-        angles = rotary_angles(layout.position_ids(number), allocation, 1e4)[:, 0]
-        allowed = layout.dense_mask(number) | torch.eye(angles.shape[1], dtype=torch.bool)
-
-        tables = as_tables(decoder.rotary_emb, channel_tables(angles))
-        given = {"position_embeddings": tables, "attention_mask": allowed}
-        swap = partial(_swap, given)
-        hooks.append(layer.self_attn.register_forward_pre_hook(swap, with_kwargs=True))
-    unused = torch.zeros(3, *inputs["input_ids"].shape, dtype=torch.long)
-    out = logits(model, {**inputs, "position_ids": unused})
-    for hook in hooks:
-        hook.remove()
-    return out
-
-
-def _swap(given: dict[str, Any], module: Any, args: Any, kwargs: Any) -> Any:
-    return args, {**kwargs, **given}
-
-
-def segments_of(rows: list[list[Any]]) -> list[list[Any]]:
-    def segment(piece: Any) -> Any:
-        if isinstance(piece, int):
-            return Text(piece)
-        return Image(*piece) if len(piece) == 2 else Video(*piece)
-
-    return [[segment(piece) for piece in row] for row in rows]
-
-
 @pytest.mark.parametrize("which", [*FAST, *(name for name in MORE if name != "mhrope")])
 def test_logits_equal_a_pass_with_explicit_tables(which: str) -> None:
     model = tiny_vlm("qwen2_vl")
     inputs = batch_of(model, ROWS)
     rule = scheme(which, **OPTIONS.get(which, {}))
     layout = rule.layout(segments_of(ROWS), padding_side="left", num_layers=2)
-    expected = by_hand(model, inputs, layout, which)
+    expected = by_hand(model, inputs, layout, rule)
     own = logits(attach(copy.deepcopy(model), own_scheme(model)), inputs)
     attach(model, rule)
     out = logits(model, inputs)
@@ -200,9 +149,8 @@ def test_theta_and_sections_are_used() -> None:
     out = logits(model, inputs)
     detach(model)
     allocation = scheme("mrope").allocate(8, sections=(0, 4, 4))
-    rotary = model.model.language_model.rotary_emb
-    tables = as_tables(rotary, channel_tables(rotary_angles(layout.position_ids(), allocation, 50.0)[:, 0]))
-    rotary.forward = lambda x, position_ids: tables
+    tables = tables_for(model, rotary_angles(layout.position_ids(), allocation, 50.0)[:, 0])
+    model.model.language_model.rotary_emb.forward = lambda x, position_ids: tables
     expected = logits(model, {**inputs, "position_ids": torch.zeros(3, *inputs["input_ids"].shape, dtype=torch.long)})
     torch.testing.assert_close(on_real(out, inputs), on_real(expected, inputs), atol=1e-5, rtol=0)
 
@@ -210,39 +158,24 @@ def test_theta_and_sections_are_used() -> None:
 # -- caches, steps, padding, batches ----------------------------------------------------------------------------------
 
 
-def check_generation(name: str, which: str) -> None:
-    """With a cache, without one, and recomputing the whole sequence for every token."""
-    model = attached(name, which)
-    inputs = batch_of(model, ROWS)
-    cached = generate(model, **inputs)
-    assert torch.equal(generate(model, use_cache=False, **inputs), cached)
-    grown = dict(inputs)
-    for step in range(cached.shape[1]):
-        scores = logits(model, {**grown, "use_cache": False})[:, -1]
-        scores[:, QUIET] = -torch.inf
-        assert torch.equal(scores.argmax(-1), cached[:, step])
-        grown["input_ids"] = torch.cat([grown["input_ids"], cached[:, step : step + 1]], dim=1)
-        one = torch.ones(len(cached), 1, dtype=torch.long)
-        grown["attention_mask"] = torch.cat([grown["attention_mask"], one], dim=1)
-        if "mm_token_type_ids" in grown:
-            grown["mm_token_type_ids"] = torch.cat([grown["mm_token_type_ids"], 0 * one], dim=1)
-
-
 @pytest.mark.parametrize("which", [*FAST, "mhrope", "ilrope"])  # ilrope: text on the first axis only
 def test_generation_with_cache_without_cache_and_step_by_step(which: str) -> None:
-    check_generation("qwen2_vl", which)
+    model = attached("qwen2_vl", which)
+    check_generation(model, batch_of(model, ROWS))
 
 
 @pytest.mark.parametrize("which", ["v2pe", "pype"])
 def test_generation_of_models_with_one_axis(which: str) -> None:
-    check_generation("llava_next", which)
+    model = attached("llava_next", which)
+    check_generation(model, batch_of(model, ROWS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [*FAST, *MORE])
 @pytest.mark.parametrize("name", MODELS)
 def test_generation_everywhere(name: str, which: str) -> None:
-    check_generation(name, which)
+    model = attached(name, which)
+    check_generation(model, batch_of(model, ROWS))
 
 
 @pytest.mark.parametrize("which", FAST)

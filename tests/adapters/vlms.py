@@ -115,15 +115,11 @@ _CONFIGS["qwen3_vl_moe"] = {
     },
 }  # fmt: skip
 GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v")
+VIDEO_MODELS = (*GRID_MODELS, "llava_onevision")
 SPLIT_MODELS = ("qwen3_vl", "qwen3_vl_moe", "glm4v")
 MODELS = tuple(_CONFIGS)
 #: what transformers calls the cache, as an argument and as an output
 CACHE = "cache" if "cache" in inspect.signature(Qwen2VLModel.forward).parameters else "past_key_values"
-
-
-def as_tables(rotary: Any, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Cosine and sine as the layers of a Qwen2-VL want them: before 5.14 once for each axis."""
-    return tables if hasattr(rotary, "mrope_section") else tuple(table.expand(3, -1, -1, -1) for table in tables)
 
 
 def tiny_vlm(name: str, *, seed: int = 0, **text: Any) -> Any:
@@ -149,7 +145,8 @@ def noise(*shape: int, seed: int = 2) -> Tensor:
 
 def batch_of(model: Any, rows: list[list[Any]], *, side: str = "left", seed: int = 1) -> dict[str, Any]:
     """Inputs for rows of pieces: a number is that many text tokens; ``(rows, cols)`` an image, ``(frames, rows, cols)``
-    a video as the decoder sees them. Models with fixed image sizes take any pair for an image.
+    a video as the decoder sees them. Models with fixed image sizes take any pair for an image, and any triple for a
+    video of that many frames.
     """
     name = model.config.model_type
     inputs = _grid_inputs(name, rows) if name in GRID_MODELS else _placeholder_inputs(model, rows)
@@ -160,7 +157,8 @@ def batch_of(model: Any, rows: list[list[Any]], *, side: str = "left", seed: int
         place = slice(length - len(kind), None) if side == "left" else slice(0, len(kind))
         kind = torch.tensor(kind)
         text = random_ids(len(kind), seed=seed + 10 * number)
-        ids[number, place] = torch.where(kind == 1, IMAGE, torch.where(kind == 2, VIDEO, text))
+        video = IMAGE if name == "glm4v" else VIDEO  # GLM-V marks frames of videos with image tokens
+        ids[number, place] = torch.where(kind == 1, IMAGE, torch.where(kind == 2, video, text))
         types[number, place] = kind
         mask[number, place] = 1
     inputs |= {"input_ids": ids, "attention_mask": mask}
@@ -196,9 +194,10 @@ def _grid_inputs(name: str, rows: list[list[Any]]) -> dict[str, Any]:
 
 def _placeholder_inputs(model: Any, rows: list[list[Any]]) -> dict[str, Any]:
     name = model.config.model_type
-    per_row = [sum(not isinstance(piece, int) for piece in row) for row in rows]
+    per_row = [sum(not isinstance(piece, int) and len(piece) == 2 for piece in row) for row in rows]
     images = sum(per_row)
     inputs: dict[str, Any] = {}
+    lengths: list[int] = []
     if images:
         size = 12 if name.startswith("llava") else 16
         if name in ("llava", "internvl"):
@@ -220,14 +219,16 @@ def _placeholder_inputs(model: Any, rows: list[list[Any]]) -> dict[str, Any]:
             with torch.no_grad():
                 features = model.model.get_image_features(**inputs, return_dict=True).pooler_output
             lengths = [len(part) for part in features]
-    kinds, number = [], 0
+    frames = [piece[0] for row in rows for piece in row if not isinstance(piece, int) and len(piece) == 3]
+    if frames:
+        inputs["pixel_values_videos"] = noise(len(frames), frames[0], 3, 12, 12, seed=3)
+    kinds, left = [], iter(lengths)
     for row in rows:
         kind: list[int] = []
         for piece in row:
             if isinstance(piece, int):
                 kind += [0] * piece
-            else:
-                kind += [1] * lengths[number]
-                number += 1
+            else:  # a video: frames of 2 x 2 tokens, and one that ends it
+                kind += [1] * next(left) if len(piece) == 2 else [2] * (4 * piece[0] + 1)
         kinds.append(kind)
     return {**inputs, "kinds": kinds}
