@@ -13,7 +13,7 @@ from torch import Tensor
 from mmpos.adapters._hf_families import Family, token_types
 from mmpos.adapters._hf_rotary import IDS
 from mmpos.multimodal import PositionLayout, Scheme
-from mmpos.multimodal.segments import VIDEO
+from mmpos.multimodal.segments import IMAGE, VIDEO
 
 __all__ = ["EXTRA", "Host", "Prompt", "base_forward", "expand_inputs", "prepare_positions", "validate_kwargs"]
 
@@ -154,10 +154,33 @@ def _layout_of_call(
         raise ValueError(f"mm_token_type_ids: expected {batch} rows, got {types.shape[0]}")
     _check_hosting(host, types)
     blocks = host.family.blocks(base, given, types)
+    if base.training and host.scheme.train_steps:
+        blocks["steps"] = _drawn_steps(host, types, blocks)
     split = host.family.splits_frames or host.scheme.split_frames
     return host.scheme.layout_from_types(
         types, mask=real, split_frames=split, num_layers=host.layers, cursor=cursor, **blocks
     )
+
+
+def _drawn_steps(host: Host, types: Tensor, blocks: Mapping[str, Any]) -> Tensor | None:
+    """A step for each image and video of a training batch; tiles that stand side by side are one image."""
+    counts = [
+        torch.zeros(0, dtype=torch.long) if blocks.get(name) is None else blocks[name].prod(1).to(types.device)
+        for name in ("image_grids", "video_grids")
+    ]
+    if not host.family.tiled:
+        return host.scheme.draw_steps(sum(map(len, counts)))
+    visual = types > 0
+    opens = visual & ~torch.nn.functional.pad(visual[:, :-1], (1, 0))
+    stretch = opens.flatten().cumsum(0) - 1
+    owners = []
+    for code, count in zip((IMAGE, VIDEO), counts, strict=True):
+        places = (types == code).flatten().nonzero()[:, 0]
+        if int(count.sum()) != len(places):
+            return None  # the layout says what does not fit
+        owners.append(stretch[places[count.cumsum(0) - count]])
+    steps = host.scheme.draw_steps(int(opens.sum()))
+    return None if steps is None else steps.to(types.device)[torch.cat(owners)]
 
 
 def _from_given(

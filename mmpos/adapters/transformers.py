@@ -18,6 +18,8 @@ What then decides over positions:
 - A cache remembers the cursor, so decoding, further turns with new images and several conversations on one model go on
   where they stopped. The model itself keeps nothing between calls.
 - ``generate()`` lays the prompt out once; the ids of new tokens follow the scheme, never "last id plus one".
+- In training mode, schemes that draw a step for every image and video (``v2pe``, ``hope``) do so from torch's global
+  generator; in evaluation mode the step is always the scheme's own.
 - Ids never reach the code that takes jumps for the boundaries of packed sequences.
 """
 
@@ -148,7 +150,12 @@ def scheme_of(model: Any) -> Scheme:
 
 
 def own_scheme(model: Any) -> Scheme:
-    """The scheme a supported model has itself; attaching it changes nothing."""
+    """The scheme a supported model has itself; attaching it leaves the logits of a pass as they were.
+
+    Generation too, but for prompts with a video of more frames than its longer side has tokens: Qwen-VL and GLM-V put
+    the text of the prompt behind the longer side, and then the tokens they generate behind the last frame. An attached
+    model goes on where the prompt ends.
+    """
     family = family_of(model)
     return _with_model_facts(family.own, model.model)
 

@@ -27,6 +27,7 @@ from mmpos.multimodal.segments import (
     TEXT,
     VIDEO,
     Segment,
+    Text,
     Tokens,
     kinds_of,
     tokens_from_segments,
@@ -46,6 +47,7 @@ AXES = {
     "by_column": 1,
 }
 TEXT_RULES = ("all", "first")
+STEPPED = ("fractional", "diagonal")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Scheme:
         allocation: name of the frequency allocation.
         allocation_options: options of the allocation.
         split_frames: whether the scheme expects each frame of a video as a block of its own.
+        train_steps: steps of which training draws one for every image and video (V2PE, HoPE); evaluation always takes
+            the one of ``block_options``.
         layers: how layers differ: ``same``, ``pyramid`` (PyPE) or ``alternate`` (Circle-RoPE's AGE).
         layer_options: options of the layer rule.
         source: paper and arXiv id.
@@ -76,6 +80,7 @@ class Scheme:
     allocation: str = "chunked"
     allocation_options: Mapping[str, Any] = field(default_factory=dict)
     split_frames: bool = False
+    train_steps: tuple[float, ...] = ()
     layers: str = "same"
     layer_options: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
@@ -90,6 +95,11 @@ class Scheme:
         ):
             if value not in known:
                 raise ValueError(f"{argument}: expected one of {sorted(known)}, got {value!r}")
+        if self.train_steps and (self.block not in STEPPED or min(self.train_steps) <= 0):
+            raise ValueError(
+                f"train_steps: expected positive steps of a layout that has a step ({', '.join(STEPPED)}), got "
+                f"{self.train_steps} with block {self.block!r}; give train_steps=()"
+            )
 
     @property
     def axes(self) -> int:
@@ -114,6 +124,37 @@ class Scheme:
             [[0, 1, 2, 2, 2, 2, 2, 2, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5], [0, 1, 2, 3, 4, 2, 3, 4, 5]]
         """
         return self.lay_out(tokens_from_segments(rows, padding_side=padding_side, length=length), num_layers=num_layers)
+
+    def draw_steps(self, count: int, generator: torch.Generator | None = None) -> Tensor | None:
+        """Steps of ``count`` images and videos of a training batch; ``None`` where the scheme draws none.
+
+        Shape: ``(count,)``, float64.
+        """
+        if not self.train_steps:
+            return None
+        drawn = torch.randint(len(self.train_steps), (count,), generator=generator)
+        return torch.tensor(self.train_steps, dtype=torch.float64)[drawn]
+
+    def randomise(
+        self, rows: Sequence[Sequence[Segment]], generator: torch.Generator | None = None
+    ) -> list[list[Segment]]:
+        """Segments of a training batch: every image and video gets a drawn step, unless it has one of its own.
+
+        Example:
+            >>> from mmpos.multimodal import Image, Text, scheme
+            >>> rows = scheme("v2pe").randomise([[Text(2), Image(2, 3)]], torch.Generator().manual_seed(0))
+            >>> rows[0][1].step in scheme("v2pe").train_steps
+            True
+        """
+        steps = self.draw_steps(sum(len(row) for row in rows), generator)
+        if steps is None:
+            return [list(row) for row in rows]
+        each = iter(steps.tolist())
+
+        def drawn(segment: Segment, step: float) -> Segment:
+            return segment if isinstance(segment, Text) or segment.step is not None else replace(segment, step=step)
+
+        return [[drawn(segment, next(each)) for segment in row] for row in rows]
 
     def layout_from_types(
         self, types: Tensor, *, num_layers: int = 1, cursor: Tensor | None = None, **grids: Any
@@ -359,6 +400,7 @@ SCHEMES: dict[str, Scheme] = {
             "hope",
             block="diagonal",
             block_options={"scale": 1.0},
+            train_steps=(0.5, 0.75, 1.0, 1.25, 1.5),
             cursor="time",
             allocation="diagonal_last",
             allocation_options={**_QWEN2, "rotate_time": False},
@@ -385,14 +427,21 @@ SCHEMES: dict[str, Scheme] = {
             "ilrope", cursor="extent", reset=True, text="first", allocation="cyclic", source="Mogao, arXiv 2505.05472"
         ),
         Scheme("mmrope", allocation="lumos", source="Lumos-1, arXiv 2507.08801"),
-        Scheme("v2pe", block="fractional", cursor="ceil", allocation="single", source="V2PE, arXiv 2412.09616"),
+        Scheme(
+            "v2pe",
+            block="fractional",
+            train_steps=tuple(2.0**-k for k in range(8, -1, -1)),
+            cursor="ceil",
+            allocation="single",
+            source="V2PE, arXiv 2412.09616",
+        ),
         Scheme(
             "v2pe_span",
             block="fractional",
             block_options={"span": 16.0},
             cursor="ceil",
             allocation="single",
-            source="V2PE with a fixed span per block",
+            source="V2PE with a fixed span per block, arXiv 2412.09616",
         ),
         Scheme("cca", block="concentric", allocation="single", source="Concentric causal attention, arXiv 2410.15926"),
         Scheme("pype", block="concentric", layers="pyramid", allocation="single", source="PyPE, arXiv 2501.10967"),

@@ -64,6 +64,8 @@ class Tiles:
     tile_cols: int
     side: int
     thumbnail: bool = True
+    step: float | None = None
+    """Own id step of this image, one for all its tiles."""
 
 
 Segment = Text | Image | Video | Tiles
@@ -142,7 +144,7 @@ def tokens_from_segments(
                 sizes.append(size)
                 tiles.append(tile)
                 time_start.append(len(times))
-                steps.append(getattr(segment, "step", None) or float("nan"))
+                steps.append(float("nan") if segment.step is None else float(segment.step))
                 given = getattr(segment, "times", None)
                 if given is not None and len(given) != size[0]:
                     raise ValueError(f"rows[{number}]: {segment!r} has {size[0]} frames but {len(given)} times")
@@ -193,6 +195,7 @@ def tokens_from_types(
     temporal_merge_size: int = 1,
     split_frames: bool = False,
     seconds_per_frame: Tensor | Sequence[float] | None = None,
+    steps: Tensor | None = None,
 ) -> Tokens:
     """Read a batch from token types and grids, as Hugging Face processors give them.
 
@@ -208,14 +211,17 @@ def tokens_from_types(
         temporal_merge_size: frames of ``video_grids`` merged into one (ERNIE).
         split_frames: each frame of a video is a block of its own (timestamps stand between frames, Qwen3-VL).
         seconds_per_frame: seconds between frames of each video, for schemes with absolute time.
+        steps: own step of each image and then of each video, NaN where the scheme decides; frames share that of their
+            video.
 
     Shape:
-        types, mask ``(B, L)``; grids ``(blocks, 3)``.
+        types, mask ``(B, L)``; grids ``(blocks, 3)``; steps ``(images + videos,)``.
     """
     kind = kinds_of(types, mask)
     device = types.device
     grids: dict[int, Tensor] = {}
     times: dict[int, Tensor] = {}
+    repeats: dict[int, Tensor] = {}
     for code, given in ((IMAGE, image_grids), (VIDEO, video_grids)):
         grid = (
             torch.zeros(0, 3, dtype=torch.long, device=device)
@@ -232,7 +238,9 @@ def tokens_from_types(
                     f"seconds_per_frame: expected one value per video, {len(grid)}, got {tuple(seconds.shape)}"
                 )
         grid = torch.stack([frames, grid[:, 1] // merge_size, grid[:, 2] // merge_size], dim=1)
+        repeats[code] = torch.ones_like(frames)
         if code == VIDEO and split_frames:
+            repeats[code] = frames
             seconds = seconds.repeat_interleave(grid[:, 0]) * 0
             grid = grid.repeat_interleave(grid[:, 0], dim=0)
             grid = torch.cat([torch.ones_like(grid[:, :1]), grid[:, 1:]], dim=1)
@@ -262,6 +270,11 @@ def tokens_from_types(
             _check_contiguous(kind, places, inside, code)
     sizes = torch.cat([grids[IMAGE], grids[VIDEO]])
     frames = sizes[:, 0]
+    blocks = torch.cat([repeats[IMAGE], repeats[VIDEO]])  # of each grid
+    if steps is None:
+        steps = torch.full((len(blocks),), float("nan"))
+    elif steps.shape != blocks.shape:
+        raise ValueError(f"steps: expected one for each of {len(blocks)} images and videos, got {tuple(steps.shape)}")
     return Tokens(
         kind=kind,
         block=block,
@@ -270,7 +283,7 @@ def tokens_from_types(
         tiles=torch.zeros(len(sizes), 2, dtype=torch.long, device=device),
         time_start=frames.cumsum(0) - frames,
         times=torch.cat([times[IMAGE], times[VIDEO]]),
-        step=torch.full((len(sizes),), float("nan"), dtype=torch.float64, device=device),
+        step=steps.to(device, torch.float64).repeat_interleave(blocks),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mmpos.adapters._hf_rotary import IDS
 from mmpos.adapters.transformers import attach, own_scheme
 from mmpos.multimodal import Image, Text, channel_tables, scheme
 from tests.adapters.hosting import (
@@ -137,6 +138,44 @@ def test_five_layers_take_turns(name: str, which: str) -> None:
     check_generation(model, inputs)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_turn_with_their_own_axis(name: str) -> None:
+    """Keys in the cache: those the model projects, the first head turned by time, the second by rows; queries follow
+    the head whose keys they meet, from a table with one entry for each key/value head.
+    """
+    model = tiny_vlm(name)
+    inputs = batch_of(model, [[2, (2, 3), 2]])
+    angles = layout_of(name, scheme("mhrope"), [[2, (2, 3), 2]]).position_ids()[:2, 0].float()[..., None]
+    decoder = decoder_of(model)
+    attention = decoder.layers[0].self_attn
+    parts = [getattr(attention, f"{part}_norm", None) or getattr(attention, f"{part}_proj") for part in "qk"]
+    seen: list[Tensor] = []
+    hooks = [part.register_forward_hook(lambda module, args, out: seen.append(out[0])) for part in parts]
+    logits(model, inputs)
+    attach(model, "mhrope", sections=(1, 1, 0))
+    for hook, part in zip(hooks, parts, strict=True):
+        hook.remove()  # what the adapter's own hook has done is seen only by hooks behind it
+        part.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+    tables: list[tuple[Tensor, Tensor]] = []
+    decoder.rotary_emb.register_forward_hook(lambda module, args, out: tables.append(out))
+    logits(model, inputs)
+    pairs = len(decoder.rotary_emb.ladder)
+    angles = angles * 1e4 ** -(torch.arange(pairs) / pairs)
+    torch.testing.assert_close(tables[0][0][0], angles.cos())
+    if name == "glm4v":  # neighbouring channels, half of them
+        first, second = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    else:
+        first, second = slice(0, pairs), slice(pairs, 2 * pairs)
+    width = int(attention.head_dim)
+    assert width == (4 if name == "glm4v" else 2) * pairs
+    for still, turned, heads in zip(seen[:2], seen[2:], (4, 2), strict=True):
+        still, turned = (part.reshape(part.shape[0], heads, width).transpose(0, 1) for part in (still, turned))
+        cos, sin = (table.repeat_interleave(heads // 2, dim=0) for table in (angles.cos(), angles.sin()))
+        expected, u, v = still.clone(), still[..., first], still[..., second]
+        expected[..., first], expected[..., second] = u * cos - v * sin, v * cos + u * sin
+        torch.testing.assert_close(turned, expected, atol=1e-5, rtol=0)
+
+
 # -- videos -----------------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +198,18 @@ def test_own_scheme_changes_nothing_on_videos(name: str) -> None:
         assert torch.equal(out, before)
     torch.testing.assert_close(on_real(out, inputs), on_real(before, inputs), atol=1e-5, rtol=0)
     assert torch.equal(generate(model, **inputs), tokens)
+
+
+def test_own_scheme_decodes_behind_a_long_video_as_it_prefills() -> None:
+    """Six frames of 2 x 2 tokens: Qwen2-VL itself puts text of the prompt behind the longer side of a frame, but new
+    tokens behind the last frame, so its steps do not continue its prefill. Those of an attached model do.
+    """
+    model = tiny_vlm("qwen2_vl")
+    inputs = batch_of(model, [[2, (6, 2, 2), 1]])
+    expected = logits(model, inputs)
+    attach(model, own_scheme(model))
+    assert torch.equal(logits(model, inputs), expected)
+    check_generation(model, inputs)
 
 
 @pytest.mark.parametrize("which", ["mrope", "v2pe", "cca", "pype", "mrope_interleave_reset", "mhrope"])
@@ -418,3 +469,37 @@ def test_fractional_ids_stay_apart_in_half_precision(name: str, dtype: torch.dty
         found = found[0] if found.dim() == 4 else found
         assert found.dtype == dtype
         assert (found.double() - wanted).abs().max() < 2**-8
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_are_drawn_for_each_image_in_training_and_fixed_in_evaluation(name: str) -> None:
+    model = attached(name, "v2pe")
+    rotary = decoder_of(model).rotary_emb
+    rows = [[3, (4, 6), 2, (4, 3), 1], [2, (2, 3), 1], [4]]
+    inputs = batch_of(model, rows)
+    ids: list[Tensor] = []
+    rotary.register_forward_pre_hook(lambda module, args, kwargs: ids.append(IDS.get()), with_kwargs=True)
+    fixed = [logits(model, inputs) for _ in range(2)]
+    assert torch.equal(fixed[0], fixed[1])
+    assert torch.equal(ids[0], ids[1])
+    model.train()
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        logits(model, inputs)
+    assert torch.equal(ids[2], ids[3])
+    assert not torch.equal(ids[2], ids[4])
+    drawn = set()
+    for number, row in enumerate(rows[:2]):
+        visual = inputs["input_ids"][number] == IMAGE
+        inside = visual[1:] & visual[:-1]
+        starts = (visual & ~torch.nn.functional.pad(visual[:-1], (1, 0))).long().cumsum(0)
+        for image in range(1, count_images(row) + 1):
+            steps = ids[4][0, 0, number].diff()[inside & (starts[1:] == image)].unique()
+            if name not in ("llava_next", "llava_onevision"):
+                assert len(steps) == 1  # between blocks of a tiled image the counter is rounded up
+            assert float(steps.min()) in scheme("v2pe").train_steps
+            drawn.add(float(steps.min()))
+    assert len(drawn) > 1
+    text = ids[4][0, 0, 2][inputs["attention_mask"][2].bool()]
+    assert text.tolist() == [0, 1, 2, 3]
+    assert torch.equal(logits(model.eval(), inputs), fixed[0])

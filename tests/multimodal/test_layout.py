@@ -272,3 +272,49 @@ def test_grids_laid_out_by_lines_equal_the_general_way(
     )
     assert together.all()
     assert torch.equal(found.block < 0, expected.block < 0)
+
+
+# -- steps drawn in training ------------------------------------------------------------------------------------------
+
+
+def test_training_draws_one_step_for_every_image_and_evaluation_none() -> None:
+    rule = scheme("v2pe")
+    rows = [[Text(2), Image(4, 8), Text(1), Image(2, 4), Tiles(1, 2, 4)], [Video(2, 2, 4), Image(1, 8, step=0.5)]]
+    drawn = rule.randomise(rows, torch.Generator().manual_seed(3))
+    again = rule.randomise(rows, torch.Generator().manual_seed(3))
+    other = rule.randomise(rows, torch.Generator().manual_seed(4))
+    assert drawn == again != other
+    assert drawn[1][1].step == 0.5  # its own
+    layout = rule.layout(drawn)
+    for number, row in enumerate(drawn):
+        start = 0
+        for segment in row:
+            count = segment.length if isinstance(segment, Text) else tokens_from_segments([[segment]]).kind.shape[1]
+            ids = layout.position_ids()[0, number, start : start + count]
+            step = 1.0 if isinstance(segment, Text) else segment.step
+            torch.testing.assert_close(ids.diff(), torch.full((count - 1,), step, dtype=torch.float64), atol=0, rtol=0)
+            start += count
+    seen = {rule.randomise([[Image(1, 1)]], torch.Generator().manual_seed(seed))[0][0].step for seed in range(200)}
+    assert seen == {2.0**-k for k in range(9)} == set(rule.train_steps)
+    assert scheme("mrope").randomise(rows) == rows
+    assert torch.equal(rule.layout(rows[:1]).position_ids()[0, 0, 2:34].diff().unique(), torch.tensor([0.25]).double())
+    hope = scheme("hope").randomise([[Video(3, 2, 2)]], torch.Generator().manual_seed(0))
+    time = scheme("hope").layout(hope).position_ids()[0, 0, ::4].diff()
+    assert time.tolist() == [hope[0][0].step] * 2
+
+
+def test_steps_beside_token_types_are_those_of_segments() -> None:
+    rule = scheme("v2pe")
+    rows = [[Text(1), Image(2, 3, step=0.5), Video(2, 1, 2, step=0.125)], [Image(1, 2, step=1.0)]]
+    expected = rule.layout(rows)
+    types = expected.kind.clamp_min(0)
+    grids = {"image_grids": torch.tensor([[1, 2, 3], [1, 1, 2]]), "video_grids": torch.tensor([[2, 1, 2]])}
+    steps = torch.tensor([0.5, 1.0, 0.125])
+    found = rule.layout_from_types(types, mask=expected.mask, steps=steps, **grids)
+    assert torch.equal(found.ids, expected.ids)
+    frames = rule.layout_from_types(types, mask=expected.mask, steps=steps, split_frames=True, **grids)
+    assert frames.position_ids()[0, 0, 7:].diff()[[0, 2]].tolist() == [0.125, 0.125]
+    with pytest.raises(ValueError, match=r"steps: expected one for each of 3 images and videos, got \(2,\)"):
+        rule.layout_from_types(types, mask=expected.mask, steps=steps[:2], **grids)
+    with pytest.raises(ValueError, match=r"train_steps: expected positive steps.*block 'grid'; give train_steps=\(\)"):
+        scheme("v2pe", block="grid")
