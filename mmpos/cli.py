@@ -189,14 +189,13 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _list_schemes() -> None:
-    from mmpos.multimodal import SCHEMES
+    from mmpos.multimodal import published_rules
 
-    rows = []
-    for name, row in sorted(SCHEMES.items()):
-        cursor = f"{row.cursor}, space reset" if row.reset else row.cursor
-        layout = row.block if row.layers == "same" else f"{row.block}, layers {row.layers}"
-        rows.append([name, layout, row.text, cursor, row.allocation, row.source])
-    _table(["name", "block layout", "text rule", "cursor rule", "allocation", "source"], rows)
+    rows = [
+        [rule.name, rule.block, rule.text, rule.cursor, rule.allocation, rule.made_by, rule.source]
+        for rule in published_rules()
+    ]
+    _table(["name", "block layout", "text rule", "cursor rule", "allocation", "in mmpos.multimodal", "source"], rows)
 
 
 def _show(options: argparse.Namespace) -> None:

@@ -14,7 +14,7 @@ import yaml  # type: ignore[import-untyped]
 from mmpos import list_encodings
 from mmpos.cli import _described, main
 from mmpos.encodings import encoding_class, encoding_options
-from mmpos.multimodal import list_schemes
+from mmpos.multimodal import list_schemes, published_rules
 from tests.training.conftest import SMALL, launch
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +33,11 @@ def test_list_names_every_scheme_with_its_four_choices(capsys: pytest.CaptureFix
     for name in list_schemes():
         assert any(re.match(rf"\W*{name}\b", line) for line in lines), name
     reset = next(line for line in lines if re.match(r"\W*mrope_interleave_reset\b", line))
-    assert re.search(r"grid.*all.*extent, space reset.*interleaved.*2510\.23095", reset)
+    assert re.search(r"grid.*all.*extent, space reset.*interleaved.*schemes\.scheme.*2510\.23095", reset)
+    for rule in published_rules():
+        line = next(line for line in lines if re.match(rf"\W*{rule.name}\b", line))
+        choices = (rule.block, rule.text, rule.cursor, rule.allocation, rule.made_by)
+        assert re.search(".*".join(re.escape(part) for part in choices), line), line
 
 
 def test_show_tells_facts_and_options(capsys: pytest.CaptureFixture[str]) -> None:

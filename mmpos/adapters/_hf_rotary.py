@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpos.functional.rotary import Rotation, rotate_plain
-from mmpos.multimodal import Allocation, channel_tables, rotary_angles
+from mmpos.functional.rotary import Rotation
+from mmpos.multimodal import Allocation, channel_tables, rotary_angles, rotate_grouped
 
 __all__ = ["IDS", "SchemeRotary", "by_head_forward", "pick_variant", "rotate_projection", "table_layout"]
 
@@ -141,9 +141,7 @@ def rotate_projection(head_dim: int) -> Any:
         rotation = _HEADS.get()
         if rotation is None:
             return output
-        heads = output.reshape(*output.shape[:2], rotation.cos.shape[1], -1, head_dim).permute(0, 2, 3, 1, 4)
-        # a dimension for the query heads that share the table of their key/value head, so that it is not repeated
-        table = Rotation(rotation.layout, rotation.cos[:, :, None], rotation.sin[:, :, None])
-        return rotate_plain(heads, table).permute(0, 3, 1, 2, 4).reshape(output.shape)
+        heads = output.reshape(*output.shape[:2], -1, head_dim).transpose(1, 2)
+        return rotate_grouped(heads, rotation).transpose(1, 2).reshape(output.shape)
 
     return hook

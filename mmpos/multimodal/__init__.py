@@ -2,7 +2,8 @@
 
 from mmpos.multimodal.allocation import Allocation
 from mmpos.multimodal.layout import PositionLayout
-from mmpos.multimodal.rotary import channel_tables, rotary_angles, rotary_table
+from mmpos.multimodal.published import Rule, published_rules
+from mmpos.multimodal.rotary import channel_tables, rotary_angles, rotary_table, rotate_grouped
 from mmpos.multimodal.schemes import SCHEMES, Scheme, list_schemes, scheme
 from mmpos.multimodal.segments import Image, Segment, Text, Tiles, Video
 
@@ -11,6 +12,7 @@ __all__ = [
     "Allocation",
     "Image",
     "PositionLayout",
+    "Rule",
     "Scheme",
     "Segment",
     "Text",
@@ -18,7 +20,9 @@ __all__ = [
     "Video",
     "channel_tables",
     "list_schemes",
+    "published_rules",
     "rotary_angles",
     "rotary_table",
+    "rotate_grouped",
     "scheme",
 ]

@@ -67,14 +67,16 @@ def single(pairs: int) -> Allocation:
 
 
 def chunked(pairs: int, sections: Sequence[int]) -> Allocation:
-    """M-RoPE (Qwen2-VL): consecutive chunks of pairs per axis, the first axis on the fastest pairs."""
+    """M-RoPE (Qwen2-VL, arXiv 2409.12191): consecutive chunks of pairs per axis, the first on the fastest pairs."""
     sections = _sections(sections, pairs, exact=True)
     axis = torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections))
     return Allocation(axis, _ladder(pairs))
 
 
 def interleaved(pairs: int, sections: Sequence[int]) -> Allocation:
-    """MRoPE-I (Qwen3-VL): axes h and w take every third pair while their section lasts, axis t the rest."""
+    """MRoPE-I (Qwen3-VL; arXiv 2510.23095): axes h and w take every third pair while their section lasts, axis t the
+    rest.
+    """
     sections = _sections(sections, pairs, exact=False)
     if len(sections) != 3:
         raise ValueError(f"sections: interleaved allocation has three axes (t, h, w), got {sections}")
@@ -86,15 +88,17 @@ def interleaved(pairs: int, sections: Sequence[int]) -> Allocation:
 
 
 def cyclic(pairs: int, axes: int = 3) -> Allocation:
-    """Pair ``i`` reads axis ``i mod axes`` over the whole ladder (I-MRoPE; VRoPE with its four coordinates)."""
+    """Pair ``i`` reads axis ``i mod axes`` over the whole ladder (I-MRoPE, arXiv 2510.03230; IL-RoPE, arXiv 2505.05472;
+    VRoPE with its four coordinates).
+    """
     return Allocation(torch.arange(pairs) % axes, _ladder(pairs))
 
 
 def diagonal_last(pairs: int, sections: Sequence[int], *, rotate_time: bool = True) -> Allocation:
-    """VideoRoPE: h and w alternate on the fast pairs, t owns the slowest ``sections[0]`` pairs.
+    """VideoRoPE (arXiv 2502.05173): h and w alternate on the fast pairs, t owns the slowest ``sections[0]`` pairs.
 
-    HoPE leaves the time pairs unrotated (``rotate_time=False``). ERNIE-4.5-VL has the same order. h and w have equal
-    sections.
+    HoPE (arXiv 2505.20444) leaves the time pairs unrotated (``rotate_time=False``). ERNIE-4.5-VL has the same order.
+    h and w have equal sections.
     """
     time, rows, cols = _sections(sections, pairs, exact=True)
     if rows != cols:
@@ -105,7 +109,7 @@ def diagonal_last(pairs: int, sections: Sequence[int], *, rotate_time: bool = Tr
 
 
 def lumos(pairs: int, *, layout: str = "pairs") -> Allocation:
-    """MM-RoPE: two t, three h and three w pairs in turn.
+    """MM-RoPE (Lumos-1, arXiv 2507.08801): two t, three h and three w pairs in turn.
 
     ``pairs`` repeats t t h w h w h w; ``channels`` is what the 16-channel groups of the Lumos-1 code amount to on
     half-split heads, t t t t h h w w h h w w h h w w.
@@ -128,7 +132,8 @@ def separate(axes_dim: Sequence[int]) -> Allocation:
 
 
 def by_head(pairs: int, kv_heads: int, head_sections: Sequence[int]) -> Allocation:
-    """MHRoPE: key/value heads go to t, h and w in order, each with the whole ladder; left-over heads are not rotated.
+    """MHRoPE (arXiv 2510.23095): key/value heads go to t, h and w in order, each with the whole ladder; left-over heads
+    are not rotated.
 
     Only a ``(kv heads, pairs)`` index is stored; query head ``j`` follows key/value head ``j // (heads / kv_heads)``.
     """

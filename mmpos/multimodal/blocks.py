@@ -148,12 +148,14 @@ def cells_of(tokens: Tokens) -> tuple[Tensor, Cells]:
 
 
 def raster(cells: Cells) -> Tensor:
-    """One axis, raster order: every visual token advances by one, like text."""
+    """One axis, raster order: every visual token advances by one, like text (LLaVA, arXiv 2304.08485)."""
     return cells.index[None]
 
 
 def grid(cells: Cells, time_stride: float = 1.0, scale: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> Tensor:
-    """(t, h, w) indices, the time index times ``time_stride`` and every axis times ``scale`` (M-RoPE, MM-RoPE)."""
+    """(t, h, w) indices, the time index times ``time_stride`` and every axis times ``scale`` (M-RoPE, arXiv 2409.12191;
+    MM-RoPE, arXiv 2507.08801).
+    """
     factors = (time_stride * scale[0], scale[1], scale[2])
     parts = [
         part if factor == 1 else _scaled(part, factor)
@@ -167,7 +169,8 @@ def grid(cells: Cells, time_stride: float = 1.0, scale: tuple[float, float, floa
 
 
 def absolute_time(cells: Cells, tokens_per_second: float = 2.0, truncate_seconds: bool = False) -> Tensor:
-    """(t, h, w) with ``t = floor(seconds * tokens_per_second)`` for videos (Qwen2.5-VL); images keep their index.
+    """(t, h, w) with ``t = floor(seconds * tokens_per_second)`` for videos (Qwen2.5-VL, arXiv 2502.13923);
+    images keep their index.
 
     The floor comes last: only the product is cut, and never the start of the block. ``truncate_seconds`` repeats the
     fault of older releases, which cut the seconds between frames to an integer first, so that everything above two
@@ -185,7 +188,9 @@ def absolute_time(cells: Cells, tokens_per_second: float = 2.0, truncate_seconds
 
 
 def diagonal(cells: Cells, scale: float = 2.0) -> Tensor:
-    """VideoRoPE and HoPE: time ``scale * t``; rows and columns centred on it, so a frame lies across the diagonal."""
+    """VideoRoPE (arXiv 2502.05173) and HoPE (arXiv 2505.20444): time ``scale * t``; rows and columns centred on it, so
+    a frame lies across the diagonal.
+    """
     time = cells.t * cells.steps(scale)
     rows = time + cells.h - (cells.rows - 1).div(2, rounding_mode="floor")
     cols = time + cells.w - (cells.cols - 1).div(2, rounding_mode="floor")
@@ -193,7 +198,7 @@ def diagonal(cells: Cells, scale: float = 2.0) -> Tensor:
 
 
 def mirrored(cells: Cells, order: str = "code") -> Tensor:
-    """VRoPE: four corner sums, so that no corner of a frame is nearer to the text than another.
+    """VRoPE (arXiv 2502.11664): four corner sums, so that no corner of a frame is nearer to the text than another.
 
     ``code`` is [h+w, h+w', h'+w, h'+w'] with ``h' = H-1-h``; ``paper`` deals the same four to the pairs as [w+h,
     w+h', w'+h', w'+h].
@@ -218,8 +223,8 @@ def circle(
     projected: float = 0.0,
     auto_norm: str = "largest",
 ) -> Tensor:
-    """Circle-RoPE: a ring in the plane through the cursor at right angles to (1, 1, 1), so all tokens are equally far
-    from any text.
+    """Circle-RoPE (arXiv 2505.16416): a ring in the plane through the cursor at right angles to (1, 1, 1), so all
+    tokens are equally far from any text.
 
     Args:
         cells: places.
@@ -264,7 +269,7 @@ def circle(
 
 
 def fractional(cells: Cells, step: float = 0.25, span: float | None = None) -> Tensor:
-    """V2PE: visual tokens advance by a fraction of a text token, ``-1 + k step`` for k = 1, 2, ...
+    """V2PE (arXiv 2412.09616): visual tokens advance by a fraction of a text token, ``-1 + k step`` for k = 1, 2, ...
 
     Args:
         cells: places.
@@ -276,7 +281,7 @@ def fractional(cells: Cells, step: float = 0.25, span: float | None = None) -> T
 
 
 def concentric(cells: Cells, levels: int | None = None, drop: int = 0, clip: bool = True) -> Tensor:
-    """CCA and PyPE: one id per ring, counted from the border inwards.
+    """CCA (arXiv 2410.15926) and PyPE (arXiv 2501.10967): one id per ring, counted from the border inwards.
 
     Args:
         cells: places.
@@ -300,8 +305,8 @@ def rings(cells: Cells, levels: int | None = None, drop: int = 0, clip: bool = T
 
 
 def thumbnail(cells: Cells, order: str = "row", rounding: str = "floor") -> Tensor:
-    """RoPE-DHR (CoMemo): every tile token takes the id of the thumbnail cell it covers; a plain image is its own
-    thumbnail.
+    """RoPE-DHR (CoMemo, arXiv 2506.06279): every tile token takes the id of the thumbnail cell it covers; a plain image
+    is its own thumbnail.
 
     Args:
         cells: places; blocks come from :class:`~mmpos.multimodal.segments.Tiles`.
@@ -338,17 +343,17 @@ def _linspace_cell(tile: Tensor, index: Tensor, side: Tensor, count: Tensor) -> 
 
 
 def shared(cells: Cells) -> Tensor:
-    """One id for all tokens of a block (MouSi share-all)."""
+    """One id for all tokens of a block (MouSi share-all, arXiv 2401.17221)."""
     return torch.zeros_like(cells.h)[None]
 
 
 def by_row(cells: Cells) -> Tensor:
-    """One id per row of a block (MouSi share-by-row)."""
+    """One id per row of a block (MouSi share-by-row, arXiv 2401.17221)."""
     return (cells.t * cells.rows + cells.h)[None]
 
 
 def by_column(cells: Cells) -> Tensor:
-    """One id per column of a block."""
+    """One id per column of a block, the counterpart of MouSi's rows (arXiv 2401.17221)."""
     return (cells.t * cells.cols + cells.w)[None]
 
 

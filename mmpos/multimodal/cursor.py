@@ -23,7 +23,9 @@ def after_spatial(cells: Cells, offsets: Tensor) -> Tensor:
 
 
 def after_extent(cells: Cells, offsets: Tensor) -> Tensor:
-    """``max(frames, H, W)`` with the time extent as laid out (OmniRoPE, spatial reset)."""
+    """``max(frames, H, W)`` with the time extent as laid out (OmniRoPE, arXiv 2506.18871; spatial reset, arXiv
+    2510.23095; Mogao, arXiv 2505.05472).
+    """
     return after_max(cells, offsets)
 
 

@@ -135,12 +135,18 @@ class PositionLayout:
         return self.append(self.scheme.lay_out(tokens, cursor=self.cursor, num_layers=layers))
 
     def append(self, added: PositionLayout) -> PositionLayout:
-        """Join a layout whose ids were counted on from the cursor of this one."""
+        """Join a layout whose ids were counted on from the cursor of this one; in a packed layout it goes on with the
+        last sequence.
+        """
         blocks = int(self.block.max()) + 1 if self.block.numel() else 0
         dtype = torch.promote_types(self.ids.dtype, added.ids.dtype)
         level = None
         if self.level is not None and added.level is not None:
             level = torch.cat([self.level, added.level], dim=-1)
+        sequence = None
+        if self.sequence is not None:  # more of the last packed sequence
+            last = self.sequence.amax(1, keepdim=True)
+            sequence = torch.cat([self.sequence, last.expand_as(added.kind)], dim=1)
         return replace(
             self,
             ids=torch.cat([self.ids.to(dtype), added.ids.to(dtype)], dim=-1),
@@ -148,6 +154,7 @@ class PositionLayout:
             block=torch.cat([self.block, torch.where(added.block >= 0, added.block + blocks, -1)], dim=1),
             cursor=added.cursor,
             level=level,
+            sequence=sequence,
         )
 
     def slots(self, start: int, stop: int) -> PositionLayout:
@@ -197,6 +204,8 @@ class PositionLayout:
 
         What GAP shows to be harmful, offered so that it can be measured.
         """
+        if self.sequence is not None:
+            raise ValueError("layout: packed rows hold several sequences; call compact() before pack()")
         ids = (self.mask.long().cumsum(1) - 1).clamp_min(0)
         ids = self.scheme.place_text(ids)[None].expand(self.num_variants, -1, -1, -1)
         return replace(self, ids=ids.to(self.ids.dtype), cursor=self.mask.sum(1).expand(self.num_variants, -1))

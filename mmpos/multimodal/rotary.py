@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmpos.functional.rotary import Rotation, rotation_from_angles
+from mmpos.functional.rotary import Rotation, rotate_plain, rotation_from_angles
 from mmpos.multimodal.allocation import Allocation
 
-__all__ = ["channel_tables", "rotary_angles", "rotary_table"]
+__all__ = ["channel_tables", "rotary_angles", "rotary_table", "rotate_grouped"]
 
 
 def rotary_angles(
@@ -64,9 +64,28 @@ def rotary_table(
 ) -> Rotation:
     """A table for :func:`mmpos.functional.rotary.rotate`.
 
-    Partial rotary: an allocation with fewer pairs leaves channels alone.
+    Partial rotary (GLM-4.1V, arXiv 2507.01006): an allocation with fewer pairs than the head holds leaves the other
+    channels alone.
     """
     return rotation_from_angles(rotary_angles(ids, allocation, base, inverse_frequencies), layout=layout)
+
+
+def rotate_grouped(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate query heads by the tables of the key/value heads they share, without repeating the tables.
+
+    Head ``j`` of ``H`` follows key/value head ``j // (H / kv heads)``. Also right for keys.
+
+    Shape:
+        ``(B, heads, L, d)`` in and out, with a table of ``(B or 1, kv heads, L, pairs)``.
+    """
+    held = rotation.cos.shape[1]
+    if x.dim() != 4 or x.shape[1] % held:
+        raise ValueError(
+            f"x: expected (B, heads, L, d) with a multiple of {held} heads, the key/value heads of the table, got "
+            f"{tuple(x.shape)}"
+        )
+    table = Rotation(rotation.layout, rotation.cos[:, :, None], rotation.sin[:, :, None])
+    return rotate_plain(x.unflatten(1, (held, -1)), table).flatten(1, 2)
 
 
 def channel_tables(angles: Tensor, layout: str = "half") -> tuple[Tensor, Tensor]:

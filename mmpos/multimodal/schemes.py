@@ -356,10 +356,15 @@ SCHEMES: dict[str, Scheme] = {
             block="raster",
             cursor="count",
             allocation="single",
-            source="LLaVA, InternVL: the ids of the language model",
+            source="the ids of the language model: LLaVA, arXiv 2304.08485",
         ),
         Scheme("mrope", allocation_options=_QWEN2, source="Qwen2-VL, arXiv 2409.12191"),
-        Scheme("mrope_hf5", cursor="spatial", allocation_options=_QWEN2, source="Qwen2-VL as served by transformers 5"),
+        Scheme(
+            "mrope_hf5",
+            cursor="spatial",
+            allocation_options=_QWEN2,
+            source="arXiv 2409.12191 in transformers 5",
+        ),
         Scheme("mrope_time", block="absolute_time", allocation_options=_QWEN2, source="Qwen2.5-VL, arXiv 2502.13923"),
         Scheme(
             "mrope_interleave",

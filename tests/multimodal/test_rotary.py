@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mmpos.functional.rotary import rotate, to_half_layout
-from mmpos.multimodal import Image, Text, rotary_angles, rotary_table, scheme
+from mmpos.multimodal import Image, Text, rotary_angles, rotary_table, rotate_grouped, scheme
 from mmpos.multimodal import allocation as alloc
 
 PAIRS = 24
@@ -83,3 +83,36 @@ def test_autocast_does_not_reach_the_angles() -> None:
     plain = rotary_angles(ids, alloc.single(16), 10000.0)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(rotary_angles(ids, alloc.single(16), 10000.0), plain)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_grouped_queries_share_the_table_of_their_key_head(layout: str) -> None:
+    """Four key/value heads, twelve query heads; the table and the index keep one entry for each key/value head."""
+    rule = scheme("mhrope")
+    allocation = rule.allocate(8, kv_heads=4, head_sections=(1, 2, 1))
+    assert allocation.axis.untyped_storage().nbytes() == 4 * allocation.axis.element_size()
+    ids = rule.layout([[Text(2), Image(2, 3)], [Text(1), Image(3, 2), Text(1)]]).position_ids()
+    table = rotary_table(ids, allocation, 100.0, layout=layout)
+    assert table.cos.shape == (2, 4, 8, 8)
+    assert table.cos.dtype == torch.float32
+    q, k = torch.randn(2, 12, 8, 20), torch.randn(2, 4, 8, 20)  # 16 of 20 channels turn
+    turned = rotate_grouped(q, table)
+    for head in range(12):
+        sections = [(1, 0, 0), (0, 1, 0), (0, 1, 0), (0, 0, 1)][head // 3]
+        of_head = rule.allocate(8, kv_heads=1, head_sections=sections)
+        one = rotary_table(ids, of_head, 100.0, layout=layout)
+        torch.testing.assert_close(turned[:, head : head + 1], rotate(q[:, head : head + 1], one))
+    torch.testing.assert_close(rotate_grouped(k, table), rotate(k, table))
+    assert rotate_grouped(q.bfloat16(), table).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="a multiple of 4 heads"):
+        rotate_grouped(q[:, :6], table)
+
+
+def test_layers_share_the_ids_of_their_kind() -> None:
+    """64 layers of PyPE and of Circle-RoPE: as many sets of ids as there are kinds of layer, handed out as views."""
+    for which, kinds in (("pype", 16), ("circlerope_age", 2)):
+        layout = scheme(which).layout([[Text(2), Image(5, 7)]], num_layers=64)
+        assert layout.ids.shape[0] == layout.num_variants == kinds
+        for layer in range(64):
+            assert layout.position_ids(layer).untyped_storage().data_ptr() == layout.ids.untyped_storage().data_ptr()
+        assert torch.equal(layout.position_ids(0), layout.position_ids(2 if kinds == 2 else 3))
