@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmpos.multimodal import Image, PositionLayout, Text, Video, scheme
+from mmpos.functional.rotary import rotate
+from mmpos.multimodal import Image, PositionLayout, Text, Video, rotary_angles, rotary_table, scheme
 
 
 def from_types(
@@ -14,6 +15,35 @@ def from_types(
     given = {key: torch.tensor(value) if key.endswith("grids") else value for key, value in grids.items()}
     real = None if mask is None else torch.tensor(mask)
     return scheme(name).layout_from_types(torch.tensor(types), mask=real, **given)
+
+
+# -- 6: three meanings of "interleaved" --------------------------------------------------------------------------------
+
+
+def test_multimodal_ropes_2_vllm_gaudi_1437_xllm_2120_axes_interleave_and_pairs_stay_apart() -> None:
+    """Sections 24, 20, 20 of 64 pairs: which axis a pair reads says nothing about which channels form it, ids are not
+    written to, and text is 1-D RoPE whatever the allocation.
+    """
+    allocation = scheme("mrope_interleave").allocate(64, sections=(24, 20, 20))
+    channel = torch.arange(64)
+    expected = torch.where(
+        (channel % 3 == 1) & (channel < 60), 1, torch.where((channel % 3 == 2) & (channel < 60), 2, 0)
+    )
+    assert torch.equal(allocation.axis, expected)
+    ids = scheme("mrope_interleave").layout([[Text(2), Image(2, 3), Text(1)]]).position_ids()
+    before = ids.clone()
+    angles = rotary_angles(ids, allocation, 5e6)[:, 0]
+    x = torch.randn(1, 1, ids.shape[-1], 128)
+    turned = rotate(x, rotary_table(ids, allocation, 5e6))
+    assert torch.equal(ids, before)
+    u, v, cos, sin = x[:, 0, :, :64], x[:, 0, :, 64:], angles.cos(), angles.sin()
+    torch.testing.assert_close(turned[:, 0], torch.cat([u * cos - v * sin, v * cos + u * sin], dim=-1))
+    text = torch.arange(9).expand(3, 1, -1)
+    plain = rotary_angles(text[:1], scheme("raster").allocate(64), 5e6)
+    for name, sections in (("mrope", (16, 24, 24)), ("mrope_interleave", (24, 20, 20)), ("videorope", (16, 24, 24))):
+        assert torch.equal(rotary_angles(text, scheme(name).allocate(64, sections=sections), 5e6), plain)
+    by_head = rotary_angles(text, scheme("mhrope").allocate(64), 5e6)
+    assert torch.equal(by_head, plain.expand_as(by_head))
 
 
 # -- 18: missing, one-axis or stale ids --------------------------------------------------------------------------------
@@ -116,6 +146,29 @@ def test_agent_lightning_441_a_row_cut_inside_an_image_names_both_counts() -> No
     message = r"1 grids hold 6 tokens \(\[6\]\), but the batch has 4 image tokens \(by row: \[4, 0\]\)"
     with pytest.raises(ValueError, match=message):
         from_types("mrope", [[0, 1, 1, 1, 1], [0, 0, 0, 0, 0]], image_grids=[[1, 2, 3]])
+
+
+# -- 22: pruned video tokens -------------------------------------------------------------------------------------------
+
+
+def test_vllm_27859_30847_22980_pruned_video_tokens_keep_their_places() -> None:
+    """Three frames of 2 x 2: all of the first, none of the second, two of the third; then an image, then text."""
+    layout = scheme("mrope").layout([[Text(1), Video(3, 2, 2), Image(3, 1), Text(2)]])
+    keep = torch.tensor([0, 1, 2, 3, 4, 10, 12, 13, 14, 15, 16, 17])
+    kept = layout.take(keep)
+    assert torch.equal(kept.ids, layout.ids[..., keep])
+    assert kept.position_ids()[:, 0, 1:7].T.tolist() == [
+        [1, 1, 1], [1, 1, 2], [1, 2, 1], [1, 2, 2], [3, 1, 2], [3, 2, 2],
+    ]  # fmt: skip
+    assert kept.kind[0].tolist() == [0, *[2] * 6, *[1] * 3, 0, 0]  # nobody counts placeholders again
+    assert kept.block[0, 7:10].unique().numel() == 1
+    # text behind it: as without pruning, or renumbered; the delta follows
+    assert kept.next_ids()[0, 0].tolist() == layout.next_ids()[0, 0].tolist() == [9]
+    assert kept.rope_deltas().tolist() == [[9 - 12]]
+    compact = kept.compact()
+    assert compact.position_ids()[:, 0].tolist() == [list(range(12))] * 3
+    assert compact.next_ids()[0, 0].tolist() == [12]
+    assert compact.rope_deltas().tolist() == [[0]]
 
 
 # -- the same in a Hugging Face model ----------------------------------------------------------------------------------
