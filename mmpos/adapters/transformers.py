@@ -21,6 +21,16 @@ What then decides over positions:
 - In training mode, schemes that draw a step for every image and video (``v2pe``, ``hope``) do so from torch's global
   generator; in evaluation mode the step is always the scheme's own.
 - Ids never reach the code that takes jumps for the boundaries of packed sequences.
+
+What cannot be hosted says so:
+
+- Time scales (``mrope_time``, ``videorope``, ``hope``) on videos of Qwen3-VL and GLM-V, which put timestamps between
+  frames, so that each frame is an image to them; still images work.
+- ``rope_dhr`` without ``position_layout=`` where images come as tiles: their inputs do not tell how tiles are arranged.
+- Patterns (``cca``, ``pype``) with flash attention or sliding windows, which have room for one pattern only.
+- Ladders that change with the length of the input (dynamic NTK, LongRoPE), unless ``theta=`` replaces them.
+- ``mhrope`` without ``sections=`` where the key/value heads are not the eight of the paper.
+- Rules that are no ids (GRAPE's learned planes, SoFA's soft mask): they are functions of :mod:`mmpos.multimodal`.
 """
 
 from __future__ import annotations
@@ -38,7 +48,7 @@ from mmpos.adapters._attachment import require
 from mmpos.adapters._hf_calls import Host, base_forward, expand_inputs, prepare_positions, validate_kwargs
 from mmpos.adapters._hf_families import FAMILIES, Family, family_of
 from mmpos.adapters._hf_rotary import SchemeRotary, by_head_forward, pick_variant, rotate_projection, table_layout
-from mmpos.multimodal import SCHEMES, Allocation, Scheme
+from mmpos.multimodal import SCHEMES, Allocation, Scheme, published_rules
 from mmpos.multimodal import scheme as named_scheme
 
 __all__ = ["attach", "detach", "own_scheme", "scheme_of", "supported_models"]
@@ -188,6 +198,12 @@ def _record_of(model: Any) -> _Record:
 
 def _resolve(scheme: str | Scheme, changes: dict[str, Any]) -> Scheme:
     if isinstance(scheme, str):
+        beside = {rule.name: rule.made_by for rule in published_rules() if rule.name not in SCHEMES}
+        if scheme in beside:
+            raise ValueError(
+                f"scheme: {scheme!r} cannot be hosted, it is no scheme but made by mmpos.multimodal.{beside[scheme]}; "
+                "choose a scheme and apply it to the layout or inside your own attention"
+            )
         return named_scheme(scheme, **changes)
     if not isinstance(scheme, Scheme):
         raise ValueError(f"scheme: expected a name or a Scheme, got {scheme!r}")

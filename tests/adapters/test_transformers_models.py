@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mmpos.adapters._hf_rotary import IDS
-from mmpos.adapters.transformers import attach, own_scheme
-from mmpos.multimodal import Image, Text, channel_tables, scheme
+from mmpos.adapters.transformers import attach, detach, own_scheme
+from mmpos.multimodal import Image, Text, Video, channel_tables, scheme
 from tests.adapters.hosting import (
     APART,
     OPTIONS,
@@ -34,6 +34,7 @@ from tests.adapters.vlms import (
     MODELS,
     SPLIT_MODELS,
     START,
+    VIDEO,
     VIDEO_MODELS,
     batch_of,
     random_ids,
@@ -234,8 +235,6 @@ def test_padding_changes_nothing_beside_videos(name: str, which: str) -> None:
 @pytest.mark.parametrize("which", ["v2pe", "vrope", "circlerope"])
 @pytest.mark.parametrize("name", VIDEO_MODELS)
 def test_logits_of_videos_equal_a_pass_with_explicit_tables(name: str, which: str) -> None:
-    from mmpos.multimodal import Video
-
     model = tiny_vlm(name)
     rows = video_rows(name)[:3]
     inputs = batch_of(model, rows)
@@ -260,6 +259,47 @@ def test_logits_of_videos_equal_a_pass_with_explicit_tables(name: str, which: st
     expected = by_hand(model, inputs, layout, rule, sections)
     out = logits(attach(model, rule), inputs)
     torch.testing.assert_close(on_real(out, inputs), on_real(expected, inputs), atol=3e-5, rtol=0)
+
+
+# -- what cannot be hosted --------------------------------------------------------------------------------------------
+
+
+def test_patterns_and_sliding_windows_exclude_each_other_and_ids_do_not() -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    model = tiny_vlm("llava_onevision", **windows)
+    inputs = batch_of(model, [[2, (3, 2), 3]])
+    before, tokens = logits(model, inputs), generate(model, **inputs)
+    attach(model, "raster")
+    torch.testing.assert_close(logits(model, inputs), before, atol=1e-5, rtol=0)
+    assert torch.equal(generate(model, **inputs), tokens)
+    detach(model)
+    attach(model, "cca")
+    with pytest.raises(ValueError, match="the pattern of 'cca' cannot be combined with sliding windows"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize(("which", "made_by"), [("grape", "grape.Grape"), ("sofa", "sofa.sofa_mask")])
+def test_rules_that_are_no_ids_say_where_they_are(which: str, made_by: str) -> None:
+    with pytest.raises(ValueError, match=f"{which!r} cannot be hosted.*made by mmpos.multimodal.{made_by}"):
+        attach(tiny_vlm("llava"), which)
+
+
+@pytest.mark.parametrize("which", ["mrope_time", "videorope", "hope"])
+@pytest.mark.parametrize("name", SPLIT_MODELS)
+def test_time_scales_say_that_frames_stand_apart(name: str, which: str) -> None:
+    model = attached(name, which)
+    with pytest.raises(
+        ValueError, match=rf"{name} gives every frame of a video a place of its own.*{which}.*no effect"
+    ):
+        model(**batch_of(model, [[2, (2, 2, 3), 1]]))
+    assert logits(model, batch_of(model, [[2, (2, 3), 1]])).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision", "internvl", "smolvlm", "idefics3"])
+def test_tiles_say_that_their_arrangement_is_not_told(name: str) -> None:
+    model = attached(name, "rope_dhr")
+    with pytest.raises(ValueError, match=rf"how the tiles of an image are arranged, which the inputs of {name} do not"):
+        model(**batch_of(model, [[2, (2, 3), 1]]))
 
 
 # -- loss, beams, padding ---------------------------------------------------------------------------------------------
@@ -367,6 +407,36 @@ def test_embeddings_that_hold_the_features_need_token_types_only(name: str) -> N
     given["mm_token_type_ids"] = images.long()
     torch.testing.assert_close(on_real(logits(model, given), inputs), on_real(expected, inputs), atol=1e-5, rtol=0)
     assert torch.equal(generate(model, **given), tokens)
+
+
+@pytest.mark.parametrize("name", [name for name in VIDEO_MODELS if name != "glm4v"])  # marks frames by another token
+def test_embeddings_of_the_placeholders_of_videos_equal_token_ids(name: str) -> None:
+    model = attached(name, "v2pe_span")  # whose ids tell an image from a video by its tokens
+    inputs = batch_of(model, video_rows(name))
+    expected, tokens = logits(model, inputs), generate(model, **inputs)
+    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach()
+    given = {"attention_mask": inputs["attention_mask"], **inputs, "inputs_embeds": embeds}
+    del given["input_ids"]
+    torch.testing.assert_close(on_real(logits(model, given), inputs), on_real(expected, inputs), atol=1e-5, rtol=0)
+    assert torch.equal(generate(model, **given), tokens)
+
+
+def test_a_video_whose_frames_cannot_be_counted_needs_a_layout() -> None:
+    model = attached("llava_onevision", "v2pe_span")
+    inputs = batch_of(model, [[2, (2, 2, 2), 1]])
+    expected = logits(model, inputs)
+    kept: list[Tensor] = []
+    hook = decoder_of(model).register_forward_pre_hook(
+        lambda module, args, kwargs: kept.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    logits(model, inputs)
+    hook.remove()
+    given = {"inputs_embeds": kept[0], "attention_mask": inputs["attention_mask"]}
+    types = 2 * (inputs["input_ids"] == VIDEO).long()
+    with pytest.raises(ValueError, match="pixel_values_videos: needed to count the frames.*position_layout="):
+        logits(model, {**given, "mm_token_type_ids": types})
+    layout = scheme("v2pe_span").layout([[Text(2), Video(2, 2, 2), Video(1, 1, 1), Text(1)]], num_layers=2)
+    torch.testing.assert_close(logits(model, {**given, "position_layout": layout}), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("which", ["v2pe", "cca"])
