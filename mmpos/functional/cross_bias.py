@@ -7,7 +7,6 @@ row of a table serves pairs with a prefix token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -32,7 +31,8 @@ def per_token(codes: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
 
 def per_coordinate(axis: int, sizes: Sequence[int], device: torch.device) -> Tensor:
     """Coordinate of every token of a raster along an axis. Shape: ``(prod(sizes),)`` int64."""
-    return torch.arange(math.prod(sizes), device=device) // math.prod(sizes[axis + 1 :]) % sizes[axis]
+    # expanded rather than divided: ONNX has no remainder by a size that is not known yet
+    return _spread(torch.arange(sizes[axis], device=device), 0, axis, len(sizes)).expand(*sizes).flatten()
 
 
 def _spread(x: Tensor, dim: int, axis: int, axes: int) -> Tensor:
