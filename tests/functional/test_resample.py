@@ -100,9 +100,9 @@ def test_new_width_of_one_where_torch_with_antialias_is_wrong(width: int, mode: 
     table = torch.randn(5, width, 4)
     ours = resample_grid(table, (3, 1), mode, antialias)
     turned = resample_grid(table.transpose(0, 1), (1, 3), mode, antialias).transpose(0, 1)
-    torch.testing.assert_close(ours, turned, rtol=0, atol=5e-6)
+    torch.testing.assert_close(ours, turned, rtol=0, atol=2e-6)
     right = reference(table.transpose(0, 1), (1, 3), mode, antialias).transpose(0, 1)
-    torch.testing.assert_close(ours, right, rtol=0, atol=5e-6)
+    torch.testing.assert_close(ours, right, rtol=0, atol=2e-6)
     assert not torch.allclose(ours[0], ours[2], atol=1e-2)  # the defect of torch repeats the first row
 
 
@@ -119,7 +119,7 @@ def test_transposing_before_or_after_is_the_same(mode: str, antialias: bool) -> 
     table = torch.randn(4, 6, 2)
     straight = resample_grid(table, (9, 3), mode, antialias)
     turned = resample_grid(table.transpose(0, 1), (3, 9), mode, antialias).transpose(0, 1)
-    torch.testing.assert_close(straight, turned, rtol=0, atol=5e-6)
+    torch.testing.assert_close(straight, turned, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("mode", "antialias"), BOTH)
@@ -199,10 +199,10 @@ def test_keeping_the_aspect_ratio_crops_a_square(mode: str, antialias: bool) -> 
     table = torch.randn(4, 4, 3)
     expected = reference(table, (7, 7), mode, antialias)[:3, :7]
     ours = resample_grid(table, (3, 7), mode, antialias, keep_aspect=True)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=5e-6)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
     positions = Positions.grid(3, 7)
     single = read_table(table, positions.coords, positions.sizes("test"), mode, antialias, keep_aspect=True)
-    torch.testing.assert_close(single[0], ours.flatten(0, 1), rtol=0, atol=5e-6)
+    torch.testing.assert_close(single[0], ours.flatten(0, 1), rtol=0, atol=2e-6)
 
 
 def test_factorised_tables_sum_rows_and_columns() -> None:
@@ -223,7 +223,7 @@ def test_batch_of_different_sizes_equals_one_by_one(mode: str, antialias: bool) 
     ours = read_table(table, positions.coords, positions.sizes("test"), mode, antialias)
     for row, (h, w) in zip(ours, sizes, strict=True):
         expected = resample_grid(table, (h, w), mode, antialias).flatten(0, 1)
-        torch.testing.assert_close(row[: h * w], expected, rtol=0, atol=5e-6)
+        torch.testing.assert_close(row[: h * w], expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
@@ -235,7 +235,7 @@ def test_real_places_equal_grid_sample_with_border(mode: str) -> None:
     image = table.movedim(-1, 0)[None]
     expected = F.grid_sample(image, grid, mode=mode, padding_mode="border", align_corners=False)[0, :, 0].T
     ours = read_table(table, coords, extent, mode, antialias=False)[0]
-    torch.testing.assert_close(ours, expected, rtol=0, atol=5e-6)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize(("mode", "antialias"), BOTH)
@@ -254,7 +254,7 @@ def test_prefix_rows_are_copied_and_equal_token_counts_are_still_resampled() -> 
     out = resample_table(table, (2, 8), (4, 4), num_prefix=3)
     assert torch.equal(out[:, :3], table[:, :3])
     expected = reference(table[1, 3:].unflatten(0, (2, 8)), (4, 4), "bicubic", True).flatten(0, 1)
-    torch.testing.assert_close(out[1, 3:], expected, rtol=0, atol=5e-6)
+    torch.testing.assert_close(out[1, 3:], expected, rtol=0, atol=2e-6)
     assert not torch.allclose(out[1, 3:], table[1, 3:], atol=0.1)
 
 
