@@ -41,7 +41,7 @@ def evaluate_checkpoint(
         model_options: arguments of the model's constructor.
         evaluation: further arguments of :func:`~mmpos.evaluation.resolution.run_resolution`.
     """
-    from mmpos.evaluation.weights import load_weights, model_state, read_checkpoint
+    from mmpos.evaluation.weights import load_state, model_state, read_checkpoint
 
     state = model_state(read_checkpoint(path))
     common = {"in_chans": data.in_chans, "num_classes": data.num_classes}
@@ -63,7 +63,7 @@ def evaluate_checkpoint(
             )
         vit = _timm_model(model, {**common, "img_size": data.image_size, **dict(model_options or {})})
     check_classes(state, data, path)
-    load_weights(vit, path)
+    load_state(vit, state, path)
     name = (
         "own"
         if encoding is None

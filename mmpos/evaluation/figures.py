@@ -15,8 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from mmpos.evaluation.resolution import Evaluation
+    from mmpos.evaluation.results import Row
 
-__all__ = ["RULE_COLOURS", "confusion_figure", "curve_figure", "mistakes_figure", "resolution_figure", "style_axis"]
+__all__ = [
+    "RULE_COLOURS",
+    "bar_axis",
+    "confusion_figure",
+    "curve_figure",
+    "mistakes_figure",
+    "percent_bars",
+    "resolution_figure",
+    "style_axis",
+]
 
 #: one colour per resolution rule, the same in every report
 RULE_COLOURS = {
@@ -42,6 +52,27 @@ def rule_colours(rules: Sequence[str]) -> dict[str, str]:
     return out
 
 
+def percent_bars(rows: Sequence[Row]) -> tuple[list[float], list[list[float]]]:
+    """Values in percent, and how far their intervals reach below and above them."""
+    values = [100 * row.value for row in rows]
+    low = [max(0.0, value - 100 * (row.ci_low or 0)) for value, row in zip(values, rows, strict=True)]
+    high = [max(0.0, 100 * (row.ci_high or 0) - value) for value, row in zip(values, rows, strict=True)]
+    return values, [low, high]
+
+
+def bar_axis(axis: Any, rows: Sequence[Row], names: Sequence[str]) -> list[float]:
+    """A bar with its interval and its number for each row; returns the values in percent."""
+    values, ends = percent_bars(rows)
+    axis.bar(range(len(rows)), values, yerr=ends, color=PALETTE[0], width=0.62, capsize=3, zorder=2)
+    for place, (value, top) in enumerate(zip(values, ends[1], strict=True)):
+        axis.text(place, value + top + 1, f"{value:.1f}", ha="center", fontsize=9, color="#1b2733")
+    style_axis(axis)
+    axis.set_xticks(range(len(rows)), [name.replace(" ", "\n") for name in names])
+    axis.set_ylim(0, 112)
+    axis.set_yticks(range(0, 101, 20))
+    return values
+
+
 def style_axis(axis: Any) -> None:
     """Light grid behind the data, no box."""
     axis.grid(True, color="#e3e8ee", lw=0.8)
@@ -64,13 +95,11 @@ def resolution_figure(evaluation: Evaluation, chance: float) -> Figure:
         if not rows:
             continue
         shift = spread * (number - (len(evaluation.rules) - 1) / 2)  # intervals of equal curves stay visible
-        x, y = [row.size + shift for row in rows], [100 * row.value for row in rows]
-        low = [max(0.0, value - 100 * (row.ci_low or 0)) for value, row in zip(y, rows, strict=True)]
-        high = [max(0.0, 100 * (row.ci_high or 0) - value) for value, row in zip(y, rows, strict=True)]
+        y, ends = percent_bars(rows)
         left.errorbar(
-            x,
+            [row.size + shift for row in rows],
             y,
-            [low, high],
+            ends,
             color=colours[rule],
             marker=MARKERS[number % len(MARKERS)],
             ms=5.5,

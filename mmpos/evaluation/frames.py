@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmpos.evaluation.resolution import CPU_TOKENS, check_rules, now, resolution_rule, stack_or_none, time_over_none
+from mmpos.evaluation.passes import CPU_TOKENS, now
+from mmpos.evaluation.resolution import check_rules, resolution_rule, stack_or_none, time_over_none
 from mmpos.evaluation.results import Row, wilson_interval, write_results
 
 __all__ = ["FrameEvaluation", "default_frames", "metric_name", "run_frames"]

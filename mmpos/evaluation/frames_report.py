@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from mmpos.encodings import EncodingStack
-from mmpos.evaluation.document import DPI, Document
-from mmpos.evaluation.figures import MARKERS, curve_figure, rule_colours, style_axis
-from mmpos.evaluation.report import MEANING, device_name, encoding_facts, flat, percent, saved_config, version
+from mmpos.evaluation.document import Document
+from mmpos.evaluation.figures import MARKERS, percent_bars, rule_colours, style_axis
+from mmpos.evaluation.report import MEANING, add_figure, cost_rows, encoding_section, finish_report, percent
 from mmpos.plotting import new_figure
 
 if TYPE_CHECKING:
@@ -49,7 +47,6 @@ def write_frames_report(
 ) -> tuple[Path, Path]:
     """Write ``report.md``, ``report.html`` and their pictures next to ``results.csv``; returns the two paths."""
     folder = evaluation.folder
-    config = saved_config(folder) if config is None else config
     tested = ", ".join(map(str, evaluation.frames))
     lead = (
         f"Trained on clips of {evaluation.train_frames} frames, tested without further training on {tested} frames "
@@ -58,36 +55,17 @@ def write_frames_report(
     document = Document(f"{evaluation.encoding} on {data.name}", lead)
     document.tiles(_tiles(evaluation))
     document.heading("Accuracy at other frame counts")
-    path = folder / "frames.png"
-    frames_figure(evaluation).savefig(path, dpi=DPI)
     meanings = " ".join(f"{rule}: {TIME_MEANING[rule]}." for rule in evaluation.rules if rule in TIME_MEANING)
-    document.figure(path, f"Test accuracy over the number of frames, 95 % Wilson interval. {meanings}", "frames")
+    caption = f"Test accuracy over the number of frames, 95 % Wilson interval. {meanings}"
+    add_figure(document, folder, "frames", frames_figure(evaluation), caption)
     for clip in evaluation.clips:
         document.paragraph(f"{KINDS.get(clip, clip).capitalize()}.")
         _table(document, evaluation, clip)
-    document.heading("The encoding")
-    if stack is None:
-        document.paragraph("No position encoding of this package is attached to the model.")
-    else:
-        document.table(["fact", *stack.names], encoding_facts(stack))
+    encoding_section(document, stack)
     document.heading("Cost")
     document.table(["quantity", "value"], _cost(evaluation, model, stack))
-    document.heading("The run")
-    metrics = folder / "metrics.csv"
-    curve = curve_figure(metrics) if metrics.is_file() else None
-    if curve is not None:
-        curve.savefig(folder / "training.png", dpi=DPI)
-        document.figure(
-            folder / "training.png", "Training: loss and accuracy by optimizer step (metrics.csv).", "training"
-        )
-    document.table(["data", ""], [(name, str(value)) for name, value in data.facts().items()])
-    if command:
-        document.code(command)
-    if config:
-        document.table(["setting", "value"], flat(config), fold="All settings of the run")
-    document.paragraph("All numbers of this page are in results.csv, where the column size is the number of frames.")
-    footer = f"mmpos {version()}, torch {torch.__version__}, Python {platform.python_version()}, {device_name(model)}"
-    return document.write(folder, "report", footer)
+    numbers = "All numbers of this page are in results.csv, where the column size is the number of frames."
+    return finish_report(document, folder, model, data, config=config, command=command, numbers=numbers)
 
 
 def frames_figure(evaluation: FrameEvaluation) -> Figure:
@@ -103,14 +81,11 @@ def frames_figure(evaluation: FrameEvaluation) -> Figure:
             for number, rule in enumerate(evaluation.rules):
                 rows = [row for count in evaluation.frames if (row := evaluation.row(count, rule, metric)) is not None]
                 shift = spread * (number - (len(evaluation.rules) - 1) / 2)  # equal curves stay visible
-                values = [100 * row.value for row in rows]
-                ends = [(100 * (row.ci_low or 0), 100 * (row.ci_high or 0)) for row in rows]
-                low = [max(0.0, value - end[0]) for value, end in zip(values, ends, strict=True)]
-                high = [max(0.0, end[1] - value) for value, end in zip(values, ends, strict=True)]
+                values, ends = percent_bars(rows)
                 axis.errorbar(
                     [row.size + shift for row in rows],
                     values,
-                    [low, high],
+                    ends,
                     color=colours[rule],
                     marker=MARKERS[number % len(MARKERS)],
                     ms=5,
@@ -181,17 +156,8 @@ def _table(document: Document, evaluation: FrameEvaluation, clip: str) -> None:
 
 
 def _cost(evaluation: FrameEvaluation, model: nn.Module, stack: EncodingStack | None) -> list[tuple[str, str]]:
-    rows = [("parameters of the model", f"{sum(p.numel() for p in model.parameters()):,}")]
-    if stack is not None:
-        rows.append(("of these, position encoding", f"{sum(p.numel() for p in stack.parameters()):,}"))
     ratio = next((row for row in evaluation.rows if row.metric == "time_over_none"), None)
-    if ratio is not None:
-        rows.append(
-            (
-                "time of a forward pass over the same model without position encoding",
-                f"x {ratio.value:.3f} (median of {ratio.n} alternating rounds at {ratio.size} frames)",
-            )
-        )
+    rows = cost_rows(model, stack, ratio, "frames")
     for count in evaluation.frames:
         row = evaluation.row(count, evaluation.rules[0], "clips_per_second")
         if row is not None:

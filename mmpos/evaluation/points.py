@@ -7,10 +7,7 @@ there is the part of the clouds that get the same answer as at rest: 1 under a m
 from __future__ import annotations
 
 import copy
-import platform
-import statistics
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from mmpos.evaluation.document import DPI, Document
-from mmpos.evaluation.figures import curve_figure, style_axis
-from mmpos.evaluation.report import device_name, encoding_facts, flat, percent, saved_config, version
-from mmpos.evaluation.resolution import CPU_TOKENS, now
+from mmpos.evaluation.document import Document
+from mmpos.evaluation.figures import bar_axis
+from mmpos.evaluation.passes import logits_of, time_ratio
+from mmpos.evaluation.report import add_figure, cost_rows, encoding_section, finish_report, percent
 from mmpos.evaluation.results import Row, wilson_interval, write_results
 from mmpos.plotting import PALETTE, new_figure
 
@@ -183,7 +180,7 @@ def run_points(
         with data.whole():
             for condition in planned:
                 loader = data.test_clouds(condition.points, Motion(**condition.motion), seed=seed)
-                logits, labels, seconds = _logits(model, loader, device, autocast)
+                logits, labels, seconds = logits_of(model, loader, device, autocast, condition.points)
                 answers, count = logits.argmax(-1), len(labels)
                 right = int((answers == labels).sum())
                 interval = wilson_interval(right, count)
@@ -217,26 +214,8 @@ def run_points(
 
 
 @torch.inference_mode()
-def _logits(
-    model: nn.Module, loader: Any, device: torch.device, autocast: torch.dtype | None
-) -> tuple[Tensor, Tensor, float]:
-    """Logits and labels of all clouds, and the seconds of the forward passes. Shape: ``(M, classes)``, ``(M,)``."""
-    logits, labels, seconds = [], [], 0.0
-    for clouds, classes in loader:
-        clouds = clouds.to(device)
-        # a CPU is fastest while the distances of a pass stay in its cache
-        part = max(1, CPU_TOKENS // clouds.shape[1]) if device.type == "cpu" else len(clouds)
-        start = now(device)
-        with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
-            logits.append(torch.cat([model(few) for few in clouds.split(part)]))
-        seconds += now(device) - start
-        labels.append(classes)
-    return torch.cat(logits).double().cpu(), torch.cat(labels), seconds
-
-
-@torch.inference_mode()
 def _overhead(model: Any, clouds: Tensor, encoding: str, size: int, device: torch.device) -> list[Row]:
-    """Rows ``encoding_parameters`` and ``time_over_none``; rounds alternate with the model without positions."""
+    """Rows ``encoding_parameters`` and ``time_over_none``, against the model without positions."""
     from mmpos.encodings import create_encoding
 
     stack = model.position_encoding
@@ -244,22 +223,11 @@ def _overhead(model: Any, clouds: Tensor, encoding: str, size: int, device: torc
     bare = copy.deepcopy(model)
     bare.position_encoding = create_encoding("none", first.dim, first.num_heads, stack.depth, axes=first.axes)
     bare.to(device).eval()
-    ratios: list[float] = []
-    spent = 0.0
-    model(clouds), bare(clouds)
-    while len(ratios) < 5 or (len(ratios) < 25 and spent < 3.0):
-        order = (model, bare) if len(ratios) % 2 else (bare, model)
-        ticks = [now(device)]
-        for each in order:
-            each(clouds)
-            ticks.append(now(device))
-        first_time, second_time = ticks[1] - ticks[0], ticks[2] - ticks[1]
-        ratios.append(first_time / second_time if order[0] is model else second_time / first_time)
-        spent += first_time + second_time
+    ratio, rounds = time_ratio(model, bare, clouds, device)
     count = float(sum(parameter.numel() for parameter in stack.parameters()))
     return [
         Row(encoding, size, TRAINED, "encoding_parameters", count),
-        Row(encoding, size, TRAINED, "time_over_none", statistics.median(ratios), n=len(ratios)),
+        Row(encoding, size, TRAINED, "time_over_none", ratio, n=rounds),
     ]
 
 
@@ -287,18 +255,9 @@ def points_figure(evaluation: PointEvaluation, data: Any) -> Figure:
         row[0].set_ylabel(name, fontsize=9)
     axis = right.subplots()
     rows = [row for condition in evaluation.conditions if (row := evaluation.row(condition.metric)) is not None]
-    values = [100 * row.value for row in rows]
-    low = [max(0.0, value - 100 * (row.ci_low or 0)) for value, row in zip(values, rows, strict=True)]
-    high = [max(0.0, 100 * (row.ci_high or 0) - value) for value, row in zip(values, rows, strict=True)]
-    axis.bar(range(len(rows)), values, yerr=[low, high], color=PALETTE[0], width=0.62, capsize=3, zorder=2)
+    values = bar_axis(axis, rows, [condition.name for condition in evaluation.conditions])
     axis.axhline(values[0], color=PALETTE[1], lw=1.2, ls="--", zorder=3)
     axis.axhline(100 / data.num_classes, color="#9aa7b4", lw=1, ls=":", zorder=3)
-    for place, (value, top) in enumerate(zip(values, high, strict=True)):
-        axis.text(place, value + top + 1, f"{value:.1f}", ha="center", fontsize=8.5, color="#1b2733")
-    style_axis(axis)
-    axis.set_xticks(range(len(rows)), [condition.name.replace(" ", "\n") for condition in evaluation.conditions])
-    axis.set_ylim(0, 112)
-    axis.set_yticks(range(0, 101, 20))
     axis.set_ylabel("test accuracy (%)", fontsize=9.5)
     return figure
 
@@ -312,7 +271,6 @@ def _write_report(
     command: str | None,
 ) -> None:
     folder = evaluation.folder
-    config = saved_config(folder) if config is None else config
     stack = model.position_encoding
     facts = data.facts()
     document = Document(
@@ -326,13 +284,13 @@ def _write_report(
             tiles.append((f"{100 * row.value:.1f} %", name))
     document.tiles(tiles)
     document.heading("Accuracy in other frames")
-    path = folder / "points.png"
-    points_figure(evaluation, data).savefig(path, dpi=DPI)
-    document.figure(
-        path,
+    add_figure(
+        document,
+        folder,
+        "points",
+        points_figure(evaluation, data),
         "Left: test clouds seen along y, which the colour shows. Right: accuracy with 95 % Wilson interval; dashed is "
         "the accuracy at rest, dotted is chance.",
-        "points",
     )
     table: list[list[Any]] = []
     for condition in evaluation.conditions:
@@ -353,39 +311,18 @@ def _write_report(
         "motion that the model cannot see leaves rounding, unless rounding moves the centre of a group. Tokens hold "
         f"{_CONTENT.get(model.embed.local, model.embed.local)}."
     )
-    document.heading("The encoding")
-    document.table(["fact", *stack.names], encoding_facts(stack))
+    encoding_section(document, stack)
     document.heading("Cost")
-    cost = [("parameters of the model", f"{sum(p.numel() for p in model.parameters()):,}")]
-    own, ratio = evaluation.row("encoding_parameters"), evaluation.row("time_over_none")
+    cost = cost_rows(model, stack, evaluation.row("time_over_none"), "points")
     speed = evaluation.row("clouds_per_second")
-    if own is not None:
-        cost.append(("of these, position encoding", f"{own.value:,.0f}"))
-    if ratio is not None:
-        what = "time of a forward pass over the same model without position encoding"
-        cost.append((what, f"x {ratio.value:.3f} (median of {ratio.n} alternating rounds)"))
     if speed is not None:
         cost.append(("time per cloud", f"{1000 / speed.value:.2f} ms ({speed.value:,.0f} clouds/s)"))
     document.table(["quantity", "value"], cost)
-    document.heading("The run")
-    metrics = folder / "metrics.csv"
-    curve = curve_figure(metrics) if metrics.is_file() else None
-    if curve is not None:
-        curve.savefig(folder / "training.png", dpi=DPI)
-        document.figure(
-            folder / "training.png", "Training: loss and accuracy by optimizer step (metrics.csv).", "training"
-        )
-    document.table(["data", ""], [(name, str(value)) for name, value in facts.items()])
-    if command:
-        document.code(command)
-    if config:
-        document.table(["setting", "value"], flat(config), fold="All settings of the run")
-    document.paragraph(
+    numbers = (
         "All numbers of this page but the change of logits are in results.csv, where the column size is the points of "
         "a training cloud."
     )
-    footer = f"mmpos {version()}, torch {torch.__version__}, Python {platform.python_version()}, {device_name(model)}"
-    document.write(folder, "report", footer)
+    finish_report(document, folder, model, data, config=config, command=command, numbers=numbers)
 
 
 _CONTENT = {

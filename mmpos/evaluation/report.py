@@ -50,12 +50,11 @@ def write_report(
 ) -> tuple[Path, Path]:
     """Write ``report.md``, ``report.html`` and their pictures next to ``results.csv``; returns the two paths."""
     folder = evaluation.folder
-    config = saved_config(folder) if config is None else config
     document = Document(f"{evaluation.encoding} on {data.name}", _lead(evaluation, data))
     document.tiles(_tiles(evaluation))
 
     document.heading("Accuracy at other resolutions")
-    _figure(
+    add_figure(
         document,
         folder,
         "resolution",
@@ -75,7 +74,7 @@ def write_report(
         grid = stack.encodings_of(0)[0].train_grid or tuple(
             size // p for size, p in zip((data.image_size,) * 2, patch, strict=True)
         )
-        _figure(document, folder, "encoding", plot_encoding(stack, grid), _encoding_caption(stack))
+        add_figure(document, folder, "encoding", plot_encoding(stack, grid), _encoding_caption(stack))
         document.table(["fact", *stack.names], encoding_facts(stack))
     document.heading("Cost")
     document.table(["quantity", "value"], _cost(evaluation, model, stack))
@@ -91,13 +90,13 @@ def write_report(
                 f"Test images {where}: {wrong} of {len(predictions['labels'])} wrong. Rows are the true classes; "
                 "numbers are images."
             )
-            _figure(document, folder, "confusion", picture, caption)
+            add_figure(document, folder, "confusion", picture, caption)
         pairs = _worst_pairs(predictions, data.class_names)
         if pairs:
             document.table(["true class", "taken for", "images", "of the true class"], pairs)
         if len(predictions["example_index"]):
             picture = mistakes_figure(predictions, data.class_names)
-            _figure(
+            add_figure(
                 document,
                 folder,
                 "mistakes",
@@ -105,17 +104,74 @@ def write_report(
                 f"The most confident mistakes {where}: answer, truth, confidence.",
             )
 
+    return finish_report(document, folder, model, data, config=config, command=command)
+
+
+# -- sections that all reports share ----------------------------------------------------------------------------------
+
+
+def encoding_section(document: Document, stack: EncodingStack | None) -> None:
+    """The facts of the encoding, under their heading."""
+    document.heading("The encoding")
+    if stack is None:
+        document.paragraph("No position encoding of this package is attached to the model.")
+    else:
+        document.table(["fact", *stack.names], encoding_facts(stack))
+
+
+def cost_rows(model: nn.Module, stack: EncodingStack | None, ratio: Row | None, unit: str) -> list[tuple[str, str]]:
+    """Parameters of the model and of its encoding, and its time over no encoding at ``ratio.size`` of a unit."""
+    total = sum(parameter.numel() for parameter in model.parameters())
+    rows = [("parameters of the model", f"{total:,}")]
+    if stack is not None:
+        own = sum(parameter.numel() for parameter in stack.parameters())
+        rows.append(("of these, position encoding", f"{own:,} ({100 * own / max(total, 1):.2g} %)"))
+    if ratio is not None:
+        rows.append(
+            (
+                "time of a forward pass over the same model without position encoding",
+                f"x {ratio.value:.3f} (median of {ratio.n} alternating rounds at {ratio.size} {unit})",
+            )
+        )
+    return rows
+
+
+def finish_report(
+    document: Document,
+    folder: Path,
+    model: nn.Module,
+    data: Any,
+    *,
+    config: Mapping[str, Any] | None,
+    command: str | None,
+    training: str = "",
+    numbers: str = "All numbers of this page are in results.csv.",
+) -> tuple[Path, Path]:
+    """Add the section on the run and the footer, and write the pages; returns their paths.
+
+    Args:
+        document: the page so far.
+        folder: where it goes.
+        model: the tested model.
+        data: its data module.
+        config: settings of the run; ``None`` reads those of the folder.
+        command: how to repeat it.
+        training: what else to say under the training curve.
+        numbers: where the numbers of the page are.
+    """
+    config = saved_config(folder) if config is None else config
     document.heading("The run")
     metrics = folder / "metrics.csv"
     curve = curve_figure(metrics) if metrics.is_file() else None
     if curve is not None:
-        _figure(document, folder, "training", curve, "Training: loss and accuracy by optimizer step (metrics.csv).")
+        caption = f"Training: loss and accuracy by optimizer step (metrics.csv).{training}"
+        add_figure(document, folder, "training", curve, caption)
     document.table(["data", ""], [(name, str(value)) for name, value in data.facts().items()])
     if command:
         document.code(command)
     if config:
         document.table(["setting", "value"], flat(config), fold="All settings of the run")
-    document.paragraph("All numbers of this page are in results.csv.")
+    document.paragraph(numbers)
     footer = f"mmpos {version()}, torch {torch.__version__}, Python {platform.python_version()}, {device_name(model)}"
     return document.write(folder, "report", footer)
 
@@ -273,19 +329,8 @@ def _options(name: str, encoding: nn.Module) -> str:
 
 
 def _cost(evaluation: Evaluation, model: nn.Module, stack: EncodingStack | None) -> list[tuple[str, str]]:
-    total = sum(parameter.numel() for parameter in model.parameters())
-    own = 0 if stack is None else sum(parameter.numel() for parameter in stack.parameters())
-    rows = [("parameters of the model", f"{total:,}")]
-    if stack is not None:
-        rows.append(("of these, position encoding", f"{own:,} ({100 * own / max(total, 1):.2g} %)"))
     ratio = next((row for row in evaluation.rows if row.metric == "time_over_none"), None)
-    if ratio is not None:
-        rows.append(
-            (
-                "time of a forward pass over the same model without position encoding",
-                f"x {ratio.value:.3f} (median of {ratio.n} alternating rounds at {ratio.size} px)",
-            )
-        )
+    rows = cost_rows(model, stack, ratio, "px")
     speed = evaluation.value(_reference(evaluation), evaluation.rules[0], "images_per_second")
     if speed is not None:
         rows.append(
@@ -322,7 +367,8 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 # -- small things -----------------------------------------------------------------------------------------------------
 
 
-def _figure(document: Document, folder: Path, name: str, figure: Any, caption: str) -> None:
+def add_figure(document: Document, folder: Path, name: str, figure: Any, caption: str) -> None:
+    """Save a picture into the folder of a report and show it."""
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=DPI)
     document.figure(path, caption, name)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -18,14 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from mmpos.encodings import EncodingStack, PositionEncoding
+from mmpos.evaluation.passes import CPU_TOKENS, now, time_ratio
 from mmpos.evaluation.results import Row, read_results, wilson_interval, write_results
 
 __all__ = ["Evaluation", "resolution_rule", "run_resolution", "stack_or_none"]
 
 OWN = "own"  # the rule of a model without an attached encoding: whatever the model does itself
 EXAMPLES = 16
-#: tokens of one forward pass on a CPU
-CPU_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -333,20 +330,9 @@ def time_over_none(
     rows = [Row(encoding, size, rule, "encoding_parameters", float(count))]
     bare = attach(detach(copy.deepcopy(model)), "none").eval()
     pair = (at_size(model), at_size(bare))
-    ratios: list[float] = []
-    spent = 0.0
     with resolution_rule(stack_or_none(pair[0]), rule):
-        for each in pair:
-            each(images)
-        while len(ratios) < 5 or (len(ratios) < 25 and spent < 3.0):  # alternating, so that a busy machine slows both
-            ticks = [now(device)]
-            for each in pair if len(ratios) % 2 else pair[::-1]:
-                each(images)
-                ticks.append(now(device))
-            first, second = ticks[1] - ticks[0], ticks[2] - ticks[1]
-            ratios.append(first / second if len(ratios) % 2 else second / first)
-            spent += first + second
-    return [*rows, Row(encoding, size, rule, "time_over_none", statistics.median(ratios), n=len(ratios))]
+        ratio, rounds = time_ratio(*pair, images, device)
+    return [*rows, Row(encoding, size, rule, "time_over_none", ratio, n=rounds)]
 
 
 class _ModelAtSize:
@@ -363,13 +349,6 @@ class _ModelAtSize:
         model = copy.deepcopy(model)
         model.set_input_size(img_size=used)
         return model.eval()
-
-
-def now(device: torch.device) -> float:
-    """Seconds on a clock, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 # -- what a restart finds ---------------------------------------------------------------------------------------------

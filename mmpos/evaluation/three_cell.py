@@ -6,9 +6,7 @@ one on orientation, two on area, one on the vector sum); the average is over the
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from mmpos.diagnostics.three_cell import TARGETS, three_cell_columns
-from mmpos.evaluation.document import DPI, Document
-from mmpos.evaluation.figures import curve_figure, style_axis
-from mmpos.evaluation.report import device_name, encoding_facts, flat, percent, saved_config, version
-from mmpos.evaluation.resolution import OWN, now, stack_or_none, time_over_none
+from mmpos.evaluation.document import Document
+from mmpos.evaluation.figures import bar_axis
+from mmpos.evaluation.passes import logits_of
+from mmpos.evaluation.report import add_figure, cost_rows, encoding_section, finish_report, percent
+from mmpos.evaluation.resolution import OWN, stack_or_none, time_over_none
 from mmpos.evaluation.results import Row, wilson_interval, write_results
 from mmpos.plotting import PALETTE, new_figure
 
@@ -105,7 +104,9 @@ def run_three_cell(
     model.to(device).eval()
     try:
         with data.whole():
-            logits, targets, seconds = _answers(model, data.test_dataloader(), device, autocast)
+            loader = data.test_dataloader()
+            outputs, answers, seconds = logits_of(model, loader, device, autocast, tokens=data.cells**2)
+            logits, targets = _answers(outputs), answers.double()
             stack = stack_or_none(model)
             count, size = len(targets), int(data.image_size)
             rows = []
@@ -136,27 +137,15 @@ def run_three_cell(
     return result
 
 
-@torch.inference_mode()
-def _answers(
-    model: nn.Module, loader: Any, device: torch.device, autocast: torch.dtype | None
-) -> tuple[Tensor, Tensor, float]:
-    """Logits of yes against no, answers, and the seconds of the forward passes. Shape: ``(N, 6)`` twice."""
-    logits, targets, seconds = [], [], 0.0
-    for images, labels in loader:
-        images = images.to(device)
-        start = now(device)
-        with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
-            out = torch.cat([model(part) for part in images.split(50 if device.type == "cpu" else len(images))])
-        seconds += now(device) - start
-        if out.shape[-1] != 2 * len(TARGETS):
-            raise ValueError(
-                f"model: expected {2 * len(TARGETS)} outputs, two for each question, got {out.shape[-1]}; train it "
-                "with data=three_cell"
-            )
-        no, yes = out.double().cpu().unflatten(-1, (-1, 2)).unbind(-1)
-        logits.append(yes - no)
-        targets.append(labels.double())
-    return torch.cat(logits), torch.cat(targets), seconds
+def _answers(outputs: Tensor) -> Tensor:
+    """Logits of yes against no. Shape: ``(N, 12)`` to ``(N, 6)``."""
+    if outputs.shape[-1] != 2 * len(TARGETS):
+        raise ValueError(
+            f"model: expected {2 * len(TARGETS)} outputs, two for each question, got {outputs.shape[-1]}; train it "
+            "with data=three_cell"
+        )
+    no, yes = outputs.unflatten(-1, (-1, 2)).unbind(-1)
+    return yes - no
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
@@ -180,19 +169,9 @@ def three_cell_figure(evaluation: ThreeCellEvaluation, data: Any) -> Figure:
         axis.set_title(" ".join("yes" if value else "no" for value in answer), fontsize=7, color="#33414e")
     axis = right.subplots()
     columns = evaluation.columns()
-    values = [100 * row.value for row in columns.values()]
-    ends = [(100 * (row.ci_low or 0), 100 * (row.ci_high or 0)) for row in columns.values()]
-    low = [max(0.0, value - end[0]) for value, end in zip(values, ends, strict=True)]
-    high = [max(0.0, end[1] - value) for value, end in zip(values, ends, strict=True)]
-    axis.bar(range(len(values)), values, yerr=[low, high], color=PALETTE[0], width=0.62, capsize=3, zorder=2)
+    bar_axis(axis, list(columns.values()), list(columns))
     for place, column in enumerate(columns):
         axis.plot([place - 0.38, place + 0.38], 2 * [evaluation.blind[column]], color=PALETTE[1], lw=2, zorder=3)
-    for place, (value, top) in enumerate(zip(values, high, strict=True)):
-        axis.text(place, value + top + 1, f"{value:.1f}", ha="center", fontsize=9, color="#1b2733")
-    style_axis(axis)
-    axis.set_xticks(range(len(values)), [column.replace(" ", "\n") for column in columns])
-    axis.set_ylim(0, 112)
-    axis.set_yticks(range(0, 101, 20))
     axis.set_ylabel("right answers (%)", fontsize=9.5)
     return figure
 
@@ -206,7 +185,6 @@ def _write_report(
     command: str | None,
 ) -> None:
     folder = evaluation.folder
-    config = saved_config(folder) if config is None else config
     stack = stack_or_none(model)
     columns = evaluation.columns()
     document = Document(
@@ -215,13 +193,13 @@ def _write_report(
     )
     document.tiles([(f"{100 * row.value:.1f} %", column) for column, row in columns.items()])
     document.heading("Right answers")
-    path = folder / "three_cell.png"
-    three_cell_figure(evaluation, data).savefig(path, dpi=DPI)
-    document.figure(
-        path,
+    add_figure(
+        document,
+        folder,
+        "three_cell",
+        three_cell_figure(evaluation, data),
         f"Left: test pictures; the answers above each are to {', '.join(TARGETS)}, where RG > RB compares distances. "
         "Right: accuracy with 95 % Wilson interval; the line is reached by always giving the more frequent answer.",
-        "three cells",
     )
     blind = [f"{evaluation.blind[column]:.1f} %" for column in columns]
     document.table(
@@ -235,36 +213,8 @@ def _write_report(
     document.table(
         ["question", "right"], [(target, f"{100 * value:.1f} %") for target, value in evaluation.answers.items()]
     )
-    document.heading("The encoding")
-    if stack is None:
-        document.paragraph("No position encoding of this package is attached to the model.")
-    else:
-        document.table(["fact", *stack.names], encoding_facts(stack))
+    encoding_section(document, stack)
     document.heading("Cost")
-    cost = [("parameters of the model", f"{sum(p.numel() for p in model.parameters()):,}")]
-    own, ratio = evaluation.row("encoding_parameters"), evaluation.row("time_over_none")
-    if own is not None:
-        cost.append(("of these, position encoding", f"{own.value:,.0f}"))
-    if ratio is not None:
-        what = "time of a forward pass over the same model without position encoding"
-        cost.append((what, f"x {ratio.value:.3f} (median of {ratio.n} alternating rounds)"))
-    document.table(["quantity", "value"], cost)
-    document.heading("The run")
-    metrics = folder / "metrics.csv"
-    curve = curve_figure(metrics) if metrics.is_file() else None
-    if curve is not None:
-        curve.savefig(folder / "training.png", dpi=DPI)
-        document.figure(
-            folder / "training.png",
-            "Training: loss and accuracy by optimizer step (metrics.csv); val/accuracy counts pictures with all six "
-            "answers right.",
-            "training",
-        )
-    document.table(["data", ""], [(name, str(value)) for name, value in data.facts().items()])
-    if command:
-        document.code(command)
-    if config:
-        document.table(["setting", "value"], flat(config), fold="All settings of the run")
-    document.paragraph("All numbers of this page are in results.csv.")
-    footer = f"mmpos {version()}, torch {torch.__version__}, Python {platform.python_version()}, {device_name(model)}"
-    document.write(folder, "report", footer)
+    document.table(["quantity", "value"], cost_rows(model, stack, evaluation.row("time_over_none"), "px"))
+    training = " val/accuracy counts pictures with all six answers right."
+    finish_report(document, folder, model, data, config=config, command=command, training=training)

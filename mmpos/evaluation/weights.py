@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["load_weights", "model_state", "newest_checkpoint", "plain_name", "read_checkpoint"]
+__all__ = ["load_state", "load_weights", "model_state", "newest_checkpoint", "plain_name", "read_checkpoint"]
 
 WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
@@ -68,7 +68,11 @@ def load_weights(model: nn.Module, path: Path | str, *, fresh: Sequence[str] = (
         path: the checkpoint.
         fresh: shell patterns of names that stay as they are, whether the checkpoint has them or not.
     """
-    state = model_state(read_checkpoint(path))
+    load_state(model, model_state(read_checkpoint(path)), path, fresh=fresh)
+
+
+def load_state(model: nn.Module, state: dict[str, Tensor], path: Path | str, *, fresh: Sequence[str] = ()) -> None:
+    """:func:`load_weights` of a state that was read already; the path is for the error."""
     own = model.state_dict()
     if fresh:
         keep = lambda name: not any(fnmatchcase(name, pattern) for pattern in fresh)  # noqa: E731

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmpos.evaluation.checkpoint import check_classes, evaluate_checkpoint
-from mmpos.evaluation.weights import load_weights, model_state, read_checkpoint
+from mmpos.evaluation.weights import load_state, model_state, read_checkpoint
 
 __all__ = ["EVALUATIONS", "Request", "evaluate"]
 
@@ -50,28 +50,41 @@ class Request:
         from mmpos.training.build import build_model
 
         model = build_model(self.config, self.data, start=False)
-        check_classes(model_state(read_checkpoint(self.checkpoint)), self.data, self.checkpoint)
-        load_weights(model, self.checkpoint)
+        state = model_state(read_checkpoint(self.checkpoint))
+        check_classes(state, self.data, self.checkpoint)
+        load_state(model, state, self.checkpoint)
         return model
+
+    def arguments(self) -> dict[str, Any]:
+        """What every evaluation takes, and its own options."""
+        return {
+            "output_dir": self.folder,
+            "device": self.device,
+            "config": self.config,
+            "command": self.command,
+            **self.options,
+        }
+
+    def tested(self, evaluation: str) -> dict[str, Any]:
+        """The arguments, the model and the data, which must be of the kind that an evaluation tests."""
+        _expect(self, evaluation)
+        return {
+            "model": self.model(),
+            "data": self.data,
+            "encoding_name": self.encoding_name,
+            **self.arguments(),
+        }
 
 
 def _resolution(request: Request) -> None:
     from mmpos.evaluation.resolution import run_resolution
 
-    _expect(request, "resolution")
-    options = dict(request.options)
-    own_sizes = options.pop("sizes", None)
-    common: dict[str, Any] = {
-        "output_dir": request.folder,
-        "device": request.device,
-        "config": request.config,
-        "command": request.command,
-        **options,
-    }
+    own_sizes = request.options.pop("sizes", None)
     sizes = request.sizes or own_sizes
     if request.encoding_name != "own":
-        run_resolution(request.model(), request.data, sizes, encoding_name=request.encoding_name, **common)
+        run_resolution(sizes=sizes, **request.tested("resolution"))
         return
+    _expect(request, "resolution")
     model = request.config["model"]
     patch = {} if model.get("patch_size") is None else {"patch_size": model["patch_size"]}
     evaluate_checkpoint(
@@ -80,26 +93,15 @@ def _resolution(request: Request) -> None:
         data=request.data,
         sizes=sizes,
         model_options={**patch, **dict(model.get("options") or {})},
-        **common,
+        **request.arguments(),
     )
 
 
 def _frames(request: Request) -> None:
     from mmpos.evaluation.frames import run_frames
 
-    _expect(request, "frames")
-    options = dict(request.options)
-    own_frames = options.pop("frames", None)
-    run_frames(
-        request.model(),
-        request.data,
-        request.sizes or own_frames,
-        encoding_name=request.encoding_name,
-        output_dir=request.folder,
-        device=request.device,
-        config=request.config,
-        **{"command": request.command, **options},
-    )
+    own_frames = request.options.pop("frames", None)
+    run_frames(frames=request.sizes or own_frames, **request.tested("frames"))
 
 
 def _three_cell(request: Request) -> None:
@@ -111,15 +113,7 @@ def _three_cell(request: Request) -> None:
             f"sizes: evaluation three_cell tests at the size of the training pictures, got {list(request.sizes)}; "
             "leave sizes out"
         )
-    run_three_cell(
-        request.model(),
-        request.data,
-        encoding_name=request.encoding_name,
-        output_dir=request.folder,
-        device=request.device,
-        config=request.config,
-        **{"command": request.command, **request.options},
-    )
+    run_three_cell(**request.tested("three_cell"))
 
 
 def _points(request: Request) -> None:
@@ -131,15 +125,7 @@ def _points(request: Request) -> None:
             f"sizes: evaluation points tests in the frames of its own options, got {list(request.sizes)}; leave sizes "
             "out and set evaluation.smaller, evaluation.larger, evaluation.fewer or evaluation.more"
         )
-    run_points(
-        request.model(),
-        request.data,
-        encoding_name=request.encoding_name,
-        output_dir=request.folder,
-        device=request.device,
-        config=request.config,
-        **{"command": request.command, **request.options},
-    )
+    run_points(**request.tested("points"))
 
 
 def _expect(request: Request, evaluation: str) -> None:
