@@ -58,12 +58,8 @@ class ModelConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """What is learned: ``classification`` with ``ce`` or ``bce``, smoothed, on images that may be mixed (alphas of 0
-    switch mixing off), or another objective by ``name`` with ``options`` of its own.
-    """
+    """What is minimised: ``ce`` or ``bce``, smoothed, on images that may be mixed (alphas of 0 switch mixing off)."""
 
-    name: str = "classification"
-    options: dict[str, Any] = field(default_factory=dict)
     loss: str = "ce"
     label_smoothing: float = 0.0
     mixup: float = 0.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -345,8 +346,13 @@ def _pattern(base: Any, host: Host, layout: PositionLayout, given: Mapping[str, 
 # -- reading arguments ------------------------------------------------------------------------------------------------
 
 
-def _arguments(base: Any) -> list[str]:
-    return [name for name in inspect.signature(type(base).forward).parameters if name != "self"]
+def _arguments(base: Any) -> tuple[str, ...]:
+    return _parameters(type(base).forward)
+
+
+@lru_cache(maxsize=64)  # asked several times for every decoded token
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(forward).parameters if name != "self")
 
 
 def _cache_name(base: Any) -> str:

@@ -27,7 +27,6 @@ from mmpos.config import (
 from mmpos.evaluation.weights import load_weights
 from mmpos.training.callbacks import Progress
 from mmpos.training.evaluations import EVALUATIONS
-from mmpos.training.modules import MODULES
 
 __all__ = [
     "MODELS",
@@ -105,9 +104,6 @@ def check_config(config: Mapping[str, Any]) -> None:
     evaluation = (config.get("evaluation") or {}).get("name")
     if evaluation not in (None, "none", *EVALUATIONS):
         problems.append(f"evaluation.name: expected one of none, {', '.join(EVALUATIONS)}, got {evaluation!r}")
-    objective = (config.get("objective") or {}).get("name", "classification")
-    if objective not in MODULES:
-        problems.append(f"objective.name: expected one of {', '.join(MODULES)}, got {objective!r}")
     if problems:
         raise ValueError(
             "\n".join(problems)

@@ -1,6 +1,4 @@
-"""The LightningModules: what all of them share, and classification. Plain arguments in, plain containers in their
-checkpoints.
-"""
+"""The LightningModule of image classification: plain arguments in, plain containers in its checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from mmpos.config import ObjectiveConfig, check_keys
 from mmpos.training.optim import create_optimizer, learning_rate_factor
 
-__all__ = ["Classifier", "TrainingModule", "seed_step"]
+__all__ = ["Classifier", "seed_step"]
 
 
 def seed_step(seed: int, epoch: int, batch_idx: int, rank: int) -> None:
@@ -66,8 +64,6 @@ class Objective(nn.Module):
         super().__init__()
         check_keys("objective", options, ObjectiveConfig)
         config = ObjectiveConfig(**options)
-        if config.options:
-            raise ValueError(f"objective.options: classification has none, got {', '.join(config.options)}")
         if config.loss not in ("ce", "bce"):
             raise ValueError(f"objective.loss: expected 'ce' or 'bce', got {config.loss!r}")
         if not 0 <= config.label_smoothing < 1:
@@ -129,58 +125,7 @@ def sum_of_losses(logits: Tensor, answers: Tensor, counts: Sequence[int], smooth
     return torch.stack([F.cross_entropy(part, answer, label_smoothing=smoothing) for part, answer in parts]).sum()
 
 
-class TrainingModule(pl.LightningModule):
-    """What all modules share: a model, seeded steps, optimizer and schedule, clipping.
-
-    Args:
-        model: the network; in checkpoints its names start with ``model.``.
-        optimizer: fields of :class:`mmpos.config.OptimizerConfig`.
-        seed: seed of the run.
-        config: the resolved configuration as plain containers; stored in every checkpoint.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        optimizer: Mapping[str, Any],
-        seed: int = 0,
-        config: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.optimizer_options = dict(optimizer)
-        self.seed = seed
-        if config is not None:
-            self.save_hyperparameters({"config": dict(config)})
-
-    def trained(self) -> nn.Module:
-        """The modules whose parameters the optimizer gets."""
-        return self.model
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Make the step reproducible on its own."""
-        seed_step(self.seed, self.current_epoch, batch_idx, self.global_rank)
-
-    def configure_optimizers(self) -> Any:
-        """Optimizer and a schedule that moves with every optimizer step."""
-        optimizer = create_optimizer(self.trained(), self.optimizer_options)
-        factor = learning_rate_factor(total_steps(self.trainer), self.optimizer_options)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        """As Lightning does it, except that FSDP computes the norm over the shards, which Lightning refuses to do."""
-        if gradient_clip_val and type(self.trainer.strategy).__name__ == "FSDPStrategy":
-            sharded: Any = self.trainer.strategy.model
-            sharded.clip_grad_norm_(gradient_clip_val)
-            return
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-class Classifier(TrainingModule):
+class Classifier(pl.LightningModule):
     """A ViT that classifies images, or answers several questions about videos.
 
     Args:
@@ -206,15 +151,24 @@ class Classifier(TrainingModule):
         config: Mapping[str, Any] | None = None,
         tasks: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__(model, optimizer=optimizer, seed=seed, config=config)
+        super().__init__()
+        self.model = model
+        self.optimizer_options = dict(optimizer)
+        self.seed = seed
         self.tasks = dict(tasks or {})
         self.objective = Objective(num_classes, objective, tasks)
         self.accuracy: Metric = MeanMetric() if self.tasks else MulticlassAccuracy(num_classes, average="micro")
         self.task_accuracy = nn.ModuleDict({task: MeanMetric() for task in self.tasks})
+        if config is not None:
+            self.save_hyperparameters({"config": dict(config)})
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits. Shape: images ``(B, C, H, W)`` or videos ``(B, C, T, H, W)``; returns ``(B, classes)``."""
         return self.model(images)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make the step reproducible on its own."""
+        seed_step(self.seed, self.current_epoch, batch_idx, self.global_rank)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch."""
@@ -247,3 +201,20 @@ class Classifier(TrainingModule):
             self.log(f"val/{task}_accuracy", counter, batch_size=len(labels))
         self.accuracy.update(right.all(-1).float())
         return sum_of_losses(logits, labels, counts)
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer and a schedule that moves with every optimizer step."""
+        optimizer = create_optimizer(self.model, self.optimizer_options)
+        factor = learning_rate_factor(total_steps(self.trainer), self.optimizer_options)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """As Lightning does it, except that FSDP computes the norm over the shards, which Lightning refuses to do."""
+        if gradient_clip_val and type(self.trainer.strategy).__name__ == "FSDPStrategy":
+            sharded: Any = self.trainer.strategy.model
+            sharded.clip_grad_norm_(gradient_clip_val)
+            return
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

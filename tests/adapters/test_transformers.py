@@ -64,22 +64,6 @@ def test_own_scheme_changes_nothing(name: str) -> None:
         assert torch.equal(logits(model, inputs), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "llava"])
-def test_own_scheme_leaves_loss_and_gradients(name: str) -> None:
-    model = tiny_vlm(name)
-    inputs = batch_of(model, APART[1:])
-    labels = inputs["input_ids"].masked_fill(inputs["input_ids"] == IMAGE, -100)
-    results = []
-    for step in range(2):
-        if step:
-            attach(model, own_scheme(model))
-        model.zero_grad()
-        loss = model(**inputs, labels=labels).loss
-        loss.backward()
-        results.append((loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]))
-    torch.testing.assert_close(results[1], results[0], atol=1e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def test_own_scheme_with_videos(name: str) -> None:
     model = tiny_vlm(name)
