@@ -394,12 +394,12 @@ def comparison_figure(comparison: Comparison) -> Figure:
     axes = figure.subplots(1, len(comparison.sizes), sharey=True, squeeze=False)[0]
     colours = rule_colours(comparison.rules)
     handles: dict[str, Any] = {}
+    places = _places(comparison)
     for axis, size in zip(axes, comparison.sizes, strict=True):
         for number, rule in enumerate(comparison.rules):
-            shift = 0.13 * (number - (len(comparison.rules) - 1) / 2)
             points = [
-                (place, cell)
-                for place, label in enumerate(comparison.labels)
+                (places[label, rule], cell)
+                for label in comparison.labels
                 if (cell := comparison.cells.get((label, size, rule, "accuracy"))) is not None
             ]
             if not points:
@@ -407,7 +407,7 @@ def comparison_figure(comparison: Comparison) -> Figure:
             low, high = zip(*(_bar(cell) for _, cell in points), strict=True)
             handles[rule] = axis.errorbar(
                 [100 * cell.mean for _, cell in points],
-                [place + shift for place, _ in points],
+                [place for place, _ in points],
                 xerr=[low, high],
                 fmt=MARKERS[number % len(MARKERS)],
                 color=colours[rule],
@@ -426,12 +426,26 @@ def comparison_figure(comparison: Comparison) -> Figure:
         handles.keys(),
         title="coordinates",
         loc="outside upper right",
-        ncols=len(handles),
+        ncols=min(len(handles), max(1, int(figure.get_figwidth() / 1.6))),
         frameon=False,
         fontsize=8.5,
         title_fontsize=8.5,
     )
     return figure
+
+
+def _places(comparison: Comparison) -> dict[tuple[str, str], float]:
+    """Height of each mark: around the row of its group, beside the other rules of that group and of no other."""
+    out = {}
+    for row, label in enumerate(comparison.labels):
+        own = [
+            rule
+            for rule in comparison.rules
+            if any((label, size, rule, "accuracy") in comparison.cells for size in comparison.sizes)
+        ]
+        step = min(0.13, 0.8 / len(own))
+        out.update({(label, rule): row + step * (number - (len(own) - 1) / 2) for number, rule in enumerate(own)})
+    return out
 
 
 def _column_figure(comparison: Comparison) -> Figure:

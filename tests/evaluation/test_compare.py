@@ -3,7 +3,7 @@ import csv
 import pytest
 
 from mmpos.evaluation import Row, write_results
-from mmpos.evaluation.compare import compare, compare_study, find_runs, main
+from mmpos.evaluation.compare import compare, compare_study, comparison_figure, find_runs, main
 
 pytest.importorskip("matplotlib")
 
@@ -107,6 +107,38 @@ def test_files_and_page(study):
     assert "http" not in page
     assert "x 1.10" in page
     assert "4,704" in page
+
+
+def test_marks_stay_in_the_row_of_their_group_and_the_legend_on_the_page(tmp_path):
+    rules = [
+        "index",
+        "rescaled",
+        "ntk",
+        "yarn",
+        "linear",
+        "interpolated",
+        "bicubic",
+        "offset",
+        "normalised",
+        "geometric",
+    ]
+    run(tmp_path / "a", "rope_mixed", {(28, rule): 0.9 for rule in rules})
+    run(tmp_path / "b", "learned", {(28, "geometric"): 0.5})
+    run(tmp_path / "c", "none", {(28, "index"): 0.3})
+    comparison = compare([tmp_path], tmp_path / "out")
+    figure = comparison_figure(comparison)
+    lines = [line for line in figure.axes[0].lines if line.get_marker() in "os^DvPX*"]
+    marks = [mark for line in lines for mark in zip(line.get_xdata(), line.get_ydata(), strict=True)]
+    for accuracy, row in ((90, 0), (50, 1), (30, 2)):
+        heights = [y for x, y in marks if x == pytest.approx(accuracy)]
+        assert heights, accuracy
+        assert all(abs(y - row) < 0.5 for y in heights)
+    assert len({round(y, 3) for x, y in marks if x == pytest.approx(90)}) == len(rules)  # beside each other
+    assert next(y for x, y in marks if x == pytest.approx(30)) == 2  # a rule alone sits on its row
+    figure.canvas.draw()
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0
+    assert box.x1 <= figure.bbox.width
 
 
 def test_settings_that_differ_become_part_of_the_label(tmp_path):
