@@ -170,6 +170,12 @@ def test_bad_input_says_what_to_change() -> None:
         stack.add_to_tokens(torch.zeros(1, 15, 16), Positions.grid(*GRID))
     with pytest.raises(ValueError, match="12, 20"):
         encoding.bias(Positions.grid(*GRID), torch.zeros(1, 3, 20, 12))
+    with pytest.raises(ValueError, match="expected 3 channels, got 1 .* create loope with channels=1"):
+        encoding.bias(Positions.grid(*GRID), torch.zeros(1, 1, 12, 20))
+    _, grey = build(channels=1)
+    moved = grey.bias(Positions.grid(*GRID), torch.zeros(1, 1, 12, 20))
+    assert moved is not None
+    assert moved.shape == (1, 15)
     with pytest.raises(ValueError, match="free or moved"):
         encoding.ranks(Positions.points(torch.zeros(3, 2)))
     positions = Positions.grid(*GRID)

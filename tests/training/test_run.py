@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import yaml  # type: ignore[import-untyped]
 
 from mmpos.config import compose, config_dir
 from mmpos.evaluation.weights import load_weights, newest_checkpoint, read_checkpoint
 from mmpos.training.build import build_data, build_model, check_config
-from mmpos.training.run import evaluate_run, read_config, train
+from mmpos.training.run import changes, evaluate_run, read_config, train
 from tests.training.conftest import weights
 
 Make = Callable[..., dict[str, Any]]
@@ -223,3 +224,13 @@ def test_evaluate_says_what_it_needs(tmp_path: Path) -> None:
         evaluate_run(compose(["data=fake"], "evaluate"), tmp_path)
     with pytest.raises(FileNotFoundError, match=r"no config\.yaml"):
         read_config(tmp_path)
+
+
+def test_a_run_of_an_earlier_version_is_not_another_configuration(small: Make, tmp_path: Path) -> None:
+    config = small()
+    saved = {key: value for key, value in config.items() if key != "stages"}
+    saved["model"] = {key: value for key, value in saved["model"].items() if key not in ("fresh", "frozen")}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert changes(tmp_path, config) == []
+    frozen = {**config, "model": {**config["model"], "frozen": ["head.*"]}}
+    assert changes(tmp_path, frozen) == ["model.frozen: [] -> ['head.*']"]
