@@ -58,8 +58,13 @@ class ModelConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """What is minimised: ``ce`` or ``bce``, smoothed, on images that may be mixed (alphas of 0 switch mixing off)."""
+    """What is minimised, by name, with its ``options``.
 
+    ``classification`` takes ``ce`` or ``bce``, smoothed, on images that may be mixed (alphas of 0 switch mixing off).
+    """
+
+    name: str = "classification"
+    options: dict[str, Any] = field(default_factory=dict)
     loss: str = "ce"
     label_smoothing: float = 0.0
     mixup: float = 0.0

@@ -27,6 +27,7 @@ from mmpos.config import (
 from mmpos.evaluation.weights import load_weights
 from mmpos.training.callbacks import Progress
 from mmpos.training.evaluations import EVALUATIONS
+from mmpos.training.objectives import OBJECTIVES
 
 __all__ = [
     "MODELS",
@@ -101,6 +102,9 @@ def check_config(config: Mapping[str, Any]) -> None:
         problems.append(
             f"data: {config['data']['name']} has no option {', '.join(unknown)}; its options are {sorted(known)}"
         )
+    objective = (config.get("objective") or {}).get("name", "classification")
+    if objective not in OBJECTIVES:
+        problems.append(f"objective.name: expected one of {', '.join(OBJECTIVES)}, got {objective!r}")
     evaluation = (config.get("evaluation") or {}).get("name")
     if evaluation not in (None, "none", *EVALUATIONS):
         problems.append(f"evaluation.name: expected one of none, {', '.join(EVALUATIONS)}, got {evaluation!r}")

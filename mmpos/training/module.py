@@ -1,4 +1,4 @@
-"""The LightningModule of image classification: plain arguments in, plain containers in its checkpoints."""
+"""LightningModules: what every objective shares, and classification. Checkpoints hold plain containers only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from mmpos.config import ObjectiveConfig, check_keys
 from mmpos.training.optim import create_optimizer, learning_rate_factor
 
-__all__ = ["Classifier", "seed_step"]
+__all__ = ["Classifier", "TrainingModule", "seed_step"]
 
 
 def seed_step(seed: int, epoch: int, batch_idx: int, rank: int) -> None:
@@ -125,7 +125,54 @@ def sum_of_losses(logits: Tensor, answers: Tensor, counts: Sequence[int], smooth
     return torch.stack([F.cross_entropy(part, answer, label_smoothing=smoothing) for part, answer in parts]).sum()
 
 
-class Classifier(pl.LightningModule):
+class TrainingModule(pl.LightningModule):
+    """What the training of any model shares: reproducible steps, the optimizer and its schedule, clipping.
+
+    Args:
+        model: the model that trains.
+        optimizer: fields of :class:`mmpos.config.OptimizerConfig`.
+        seed: seed of the run.
+        config: the resolved configuration as plain containers; stored in every checkpoint.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, optimizer: Mapping[str, Any], seed: int = 0, config: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optimizer_options = dict(optimizer)
+        self.seed = seed
+        if config is not None:
+            self.save_hyperparameters({"config": dict(config)})
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Make the step reproducible on its own."""
+        seed_step(self.seed, self.current_epoch, batch_idx, self.global_rank)
+
+    def log_loss(self, loss: Tensor, count: int) -> None:
+        """Log the training loss of ``count`` samples."""
+        many = self.trainer.world_size > 1
+        self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=many, batch_size=count)
+
+    def configure_optimizers(self) -> Any:
+        """Optimizer and a schedule that moves with every optimizer step."""
+        optimizer = create_optimizer(self.model, self.optimizer_options)
+        factor = learning_rate_factor(total_steps(self.trainer), self.optimizer_options)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """As Lightning does it, except that FSDP computes the norm over the shards, which Lightning refuses to do."""
+        if gradient_clip_val and type(self.trainer.strategy).__name__ == "FSDPStrategy":
+            sharded: Any = self.trainer.strategy.model
+            sharded.clip_grad_norm_(gradient_clip_val)
+            return
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+class Classifier(TrainingModule):
     """A ViT that classifies images, or answers several questions about videos.
 
     Args:
@@ -151,31 +198,21 @@ class Classifier(pl.LightningModule):
         config: Mapping[str, Any] | None = None,
         tasks: Mapping[str, int] | None = None,
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.optimizer_options = dict(optimizer)
-        self.seed = seed
+        super().__init__(model, optimizer=optimizer, seed=seed, config=config)
         self.tasks = dict(tasks or {})
         self.objective = Objective(num_classes, objective, tasks)
         self.accuracy: Metric = MeanMetric() if self.tasks else MulticlassAccuracy(num_classes, average="micro")
         self.task_accuracy = nn.ModuleDict({task: MeanMetric() for task in self.tasks})
-        if config is not None:
-            self.save_hyperparameters({"config": dict(config)})
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits. Shape: images ``(B, C, H, W)`` or videos ``(B, C, T, H, W)``; returns ``(B, classes)``."""
         return self.model(images)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Make the step reproducible on its own."""
-        seed_step(self.seed, self.current_epoch, batch_idx, self.global_rank)
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Loss of one batch."""
         images, targets = self.objective.prepare(*batch)
         loss = self.objective(self.model(images), targets)
-        many = self.trainer.world_size > 1
-        self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=many, batch_size=len(images))
+        self.log_loss(loss, len(images))
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -201,20 +238,3 @@ class Classifier(pl.LightningModule):
             self.log(f"val/{task}_accuracy", counter, batch_size=len(labels))
         self.accuracy.update(right.all(-1).float())
         return sum_of_losses(logits, labels, counts)
-
-    def configure_optimizers(self) -> Any:
-        """Optimizer and a schedule that moves with every optimizer step."""
-        optimizer = create_optimizer(self.model, self.optimizer_options)
-        factor = learning_rate_factor(total_steps(self.trainer), self.optimizer_options)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        """As Lightning does it, except that FSDP computes the norm over the shards, which Lightning refuses to do."""
-        if gradient_clip_val and type(self.trainer.strategy).__name__ == "FSDPStrategy":
-            sharded: Any = self.trainer.strategy.model
-            sharded.clip_grad_norm_(gradient_clip_val)
-            return
-        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)

@@ -29,7 +29,7 @@ from mmpos.training.build import (
 )
 from mmpos.training.callbacks import LastCheckpoint, create_callbacks
 from mmpos.training.evaluations import evaluate
-from mmpos.training.module import Classifier
+from mmpos.training.objectives import build_module
 from mmpos.training.studies import machine
 
 __all__ = ["changes", "evaluate_run", "finished", "read_config", "train"]
@@ -86,15 +86,7 @@ def train(
             "callbacks.ema_decay: averaging needs the whole model on each device and does not work with trainer=fsdp; "
             "set null"
         )
-    module = Classifier(
-        model,
-        num_classes=data.num_classes,
-        optimizer=config["optimizer"],
-        objective=config["objective"],
-        seed=config["seed"],
-        config=config,
-        tasks=getattr(data, "tasks", None),
-    )
+    module = build_module(config, model, data)
     checkpoints = folder / "checkpoints"
     rows = []
     if ckpt_path is not None:

@@ -1,0 +1,41 @@
+"""The objectives that ``objective.name`` chooses from, and the LightningModule of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from mmpos.training.module import Classifier, TrainingModule
+
+__all__ = ["OBJECTIVES", "build_module"]
+
+
+def _classification(config: Mapping[str, Any], model: nn.Module, data: Any) -> TrainingModule:
+    objective = dict(config["objective"])
+    if objective.get("options"):
+        raise ValueError(
+            f"objective.options: classification takes none, got {objective['options']}; its settings are the other "
+            "fields of objective"
+        )
+    return Classifier(
+        model,
+        num_classes=data.num_classes,
+        optimizer=config["optimizer"],
+        objective=objective,
+        seed=config["seed"],
+        config=config,
+        tasks=getattr(data, "tasks", None),
+    )
+
+
+#: objectives by ``objective.name``
+OBJECTIVES: dict[str, Callable[[Mapping[str, Any], nn.Module, Any], TrainingModule]] = {
+    "classification": _classification,
+}
+
+
+def build_module(config: Mapping[str, Any], model: nn.Module, data: Any) -> TrainingModule:
+    """The module that trains ``model`` on ``data`` by the objective of a configuration."""
+    return OBJECTIVES[config["objective"].get("name", "classification")](config, model, data)
