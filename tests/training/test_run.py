@@ -155,7 +155,7 @@ def test_all_faults_of_a_configuration_are_reported_together(small: Make) -> Non
         (("logger.names=[mlflow]",), "logger.names: expected csv, tensorboard or wandb, got 'mlflow'"),
         (("evaluation.name=resolutoin",), "evaluation.name: expected one of none, resolution, frames"),
         (("objective.name=clasification",), "objective.name: expected one of classification"),
-        (("objective.options={mask: 1}",), "objective.options: classification takes none"),
+        (("+objective.options.mask=1",), "objective.options: classification takes none"),
         (("data.image_size=2",), "smaller than one patch"),
     ],
 )
