@@ -10,14 +10,21 @@ from mmpos.objectives.droppos import (
     smoothing_targets,
 )
 from mmpos.objectives.embedding_dropout import EmbeddingDropout, drop_embedding
-from mmpos.objectives.flexpredict import StochasticPositions
+from mmpos.objectives.flexpredict import FlexPredict, StochasticPositions, predicted_blocks
 from mmpos.objectives.mp3 import MP3, context_mask
-from mmpos.objectives.seqpe import contrastive_candidates, contrastive_loss, random_shift, transfer_loss
+from mmpos.objectives.seqpe import (
+    contrastive_candidates,
+    contrastive_loss,
+    nearest_candidate,
+    random_shift,
+    transfer_loss,
+)
 
 __all__ = [
     "MP3",
     "DropPos",
     "EmbeddingDropout",
+    "FlexPredict",
     "PlainDecoder",
     "StochasticPositions",
     "Trunk",
@@ -26,8 +33,10 @@ __all__ = [
     "contrastive_candidates",
     "contrastive_loss",
     "drop_embedding",
+    "nearest_candidate",
     "position_accuracy",
     "position_loss",
+    "predicted_blocks",
     "random_shift",
     "random_subset",
     "smoothing_sigma",

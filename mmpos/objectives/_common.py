@@ -68,13 +68,16 @@ class PlainDecoder(nn.Module):
         outputs: width of the output.
         depth: blocks.
         heads: attention heads.
+        embed: whether the first dense layer is there; without it the input is ``width`` wide.
     """
 
-    def __init__(self, dim: int, width: int, outputs: int, *, depth: int = 2, heads: int = 16) -> None:
+    def __init__(
+        self, dim: int, width: int, outputs: int, *, depth: int = 2, heads: int = 16, embed: bool = True
+    ) -> None:
         super().__init__()
         if width % heads:
             raise ValueError(f"width: expected a multiple of heads {heads}, got {width}")
-        self.embed = nn.Linear(dim, width)
+        self.embed: nn.Module = nn.Linear(dim, width) if embed else nn.Identity()
         self.blocks = nn.ModuleList(_Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, outputs)

@@ -154,9 +154,13 @@ class TrainingModule(pl.LightningModule):
         many = self.trainer.world_size > 1
         self.log("train/loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=many, batch_size=count)
 
+    def trained(self) -> nn.Module:
+        """What the optimizer gets: the model, or also what an objective trains next to it."""
+        return self.model
+
     def configure_optimizers(self) -> Any:
         """Optimizer and a schedule that moves with every optimizer step."""
-        optimizer = create_optimizer(self.model, self.optimizer_options)
+        optimizer = create_optimizer(self.trained(), self.optimizer_options)
         factor = learning_rate_factor(total_steps(self.trainer), self.optimizer_options)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -8,6 +8,8 @@ from typing import Any
 from torch import nn
 
 from mmpos.training.module import Classifier, TrainingModule
+from mmpos.training.position_objectives import build_droppos, build_flexpredict, build_mp3
+from mmpos.training.seqpe import build_seqpe
 
 __all__ = ["OBJECTIVES", "build_module"]
 
@@ -33,6 +35,10 @@ def _classification(config: Mapping[str, Any], model: nn.Module, data: Any) -> T
 #: objectives by ``objective.name``
 OBJECTIVES: dict[str, Callable[[Mapping[str, Any], nn.Module, Any], TrainingModule]] = {
     "classification": _classification,
+    "seqpe": build_seqpe,
+    "droppos": build_droppos,
+    "mp3": build_mp3,
+    "flexpredict": build_flexpredict,
 }
 
 
