@@ -92,23 +92,18 @@ def original_grid() -> torch.Tensor:
     return torch.stack([rows, columns], -1).reshape(-1, 2)
 
 
-def test_training_lowers_the_order_loss(small: Make) -> None:
-    built, _, _ = module(
-        small,
-        "encoding.options.width=64",
-        "model.options.embed_dim=48",
-        "+objective.options.candidates=8",
-    )
-    torch.manual_seed(3)
-    optimizer = torch.optim.Adam(built.encoding.parameters(), lr=3e-3)
+def test_the_order_loss_of_given_pivots_can_be_learned(small: Make) -> None:
+    built, _, _ = module(small, "+objective.options.candidates=8", "+objective.options.pivots=8")
+    optimizer = torch.optim.Adam(built.encoding.parameters(), lr=1e-2)
     values = []
-    for _ in range(60):
+    for _ in range(100):
+        torch.manual_seed(3)  # the same pivots and candidates in every step
         loss = built.order_loss(torch.device("cpu"))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         values.append(loss.item())
-    assert sum(values[-5:]) / 5 < 0.7 * sum(values[:5]) / 5
+    assert values[-1] < 0.5 * values[0]
 
 
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
@@ -133,7 +128,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
     train(config, tmp_path / "cut", ckpt_path=newest_checkpoint(tmp_path / "cut" / "checkpoints"))
     whole, cut = weights(tmp_path / "whole"), weights(tmp_path / "cut")
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert not any("_encoding" in name for name in whole)
+    assert whole.keys() == build_model(config, build_data(config)).state_dict().keys()
 
 
 @pytest.mark.parametrize(
