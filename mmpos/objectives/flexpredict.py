@@ -156,11 +156,14 @@ def predicted_blocks(
     rest = ~whole.scatter(1, targets.flatten(1), True)
     inside = rest & whole.scatter(1, place(size(context, (1.0, 1.0)), 1).flatten(1), True)
     seen = torch.where(inside.any(1, keepdim=True), inside, rest)
+    # on a tiny grid the blocks can cover everything: then only the first one is kept out of the context
+    spare = ~whole.scatter(1, targets[:, 0], True)
+    seen = torch.where(seen.any(1, keepdim=True), seen, spare)
     fewest = int(seen.sum(1).min())
     if fewest == 0:
         raise ValueError(
-            f"share: {blocks} blocks of up to {share[1]} of the frame cover a whole grid of {tuple(grid)} cells; "
-            "predict fewer or smaller blocks"
+            f"share: a block of up to {share[1]} of the frame covers the whole grid of {tuple(grid)} cells; predict "
+            "smaller blocks"
         )
     chosen = random_subset(batch, seen.shape[1], fewest, mask=seen, device=device, generator=generator)
     return chosen.sort(1)[0], targets

@@ -259,14 +259,9 @@ class FlexPredictModule(PositionModule):
         self.slow = copy.deepcopy(model).requires_grad_(False)
         self.teacher = VitTrunk(self.slow)
 
-    def train(self, mode: bool = True) -> FlexPredictModule:
-        """The slow copy stays in evaluation mode: what is predicted has no dropout."""
-        super().train(mode)
-        self.slow.eval()
-        return self
-
     def ask(self, images: Tensor, generator: torch.Generator | None = None) -> Answer:
         tokens, positions = self.trunk.embed(images)
+        self.slow.eval()  # what is predicted has no dropout
         with torch.no_grad():
             wanted_of, _ = self.teacher.embed(images)
         out = self.objective(self.trunk, self.teacher, tokens, wanted_of, positions, image=images, generator=generator)
