@@ -22,7 +22,7 @@ from mmpos.data.images import BatchAugment, pixel_origin, resize
 from mmpos.data.loader import BatchLoader, stream_tensors
 from mmpos.data.order import BatchOrder
 
-__all__ = ["ImageData", "TensorData", "hold_out"]
+__all__ = ["ImageData", "TensorData", "hold_out", "keep_per_class"]
 
 
 class ImageData(LightningDataModule):
@@ -188,6 +188,24 @@ def hold_out(labels: Tensor, fraction: float, seed: int) -> Tensor:
         members = (labels == label).nonzero()[:, 0]
         chosen = members[torch.randperm(len(members), generator=generator)]
         out[chosen[: round(fraction * len(members))]] = True
+    return out
+
+
+def keep_per_class(labels: Tensor, count: int | None, seed: int) -> Tensor:
+    """A seeded choice of ``count`` samples of each class, all when ``None``; more per class hold the fewer of a seed.
+
+    Shape: labels ``(N,)``; returns a boolean mask ``(N,)``, ``True`` = kept.
+    """
+    if count is None:
+        return torch.ones_like(labels, dtype=torch.bool)
+    fewest = int(labels.bincount().min())
+    if not 1 <= count <= fewest:
+        raise ValueError(f"labels_per_class: expected 1 to {fewest}, the size of the smallest class, got {count}")
+    generator = torch.Generator().manual_seed(seed)
+    out = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique():
+        members = (labels == label).nonzero()[:, 0]
+        out[members[torch.randperm(len(members), generator=generator)][:count]] = True
     return out
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mmpos.data.base import TensorData, build_augment, hold_out
+from mmpos.data.base import TensorData, build_augment, hold_out, keep_per_class
 from mmpos.data.images import statistics
 
 SHIFT = {"translate": 0.06}
@@ -21,9 +21,11 @@ class Digits(TensorData):
         eval_batch_size: images in one validation or test batch.
         image_size: height and width of the training images, at most 8.
         val_fraction: part of the training images of each class kept for validation; 0 validates on the test images.
+        labels_per_class: train on that many images of each class, which the seed chooses; ``None`` for all. Statistics
+            of the pixels are those of all training images.
         augment: ``True`` small shifts, ``False`` none, or a mapping of :class:`~mmpos.data.images.BatchAugment`
             options to change.
-        seed: seed of the order and of the augmentation; the splits do not depend on it.
+        seed: seed of the order, of the augmentation and of ``labels_per_class``; the splits do not depend on it.
     """
 
     name = "digits"
@@ -35,6 +37,7 @@ class Digits(TensorData):
         eval_batch_size: int = 120,
         image_size: int = 8,
         val_fraction: float = 0.1,
+        labels_per_class: int | None = None,
         augment: bool | Mapping[str, Any] = True,
         seed: int = 0,
     ) -> None:
@@ -54,6 +57,7 @@ class Digits(TensorData):
         held = torch.zeros_like(test)
         held[~test] = hold_out(labels[~test], val_fraction, seed=1)
         train = ~test & ~held
+        train[train.clone()] = keep_per_class(labels[train], labels_per_class, seed)
         pick = lambda mask: (images[mask], labels[mask])  # noqa: E731
         super().__init__(
             pick(train),

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmpos.data.base import TensorData, build_augment, hold_out
+from mmpos.data.base import TensorData, build_augment, hold_out, keep_per_class
 from mmpos.data.images import statistics
 
 AFFINE = {"degrees": 10.0, "translate": 0.07, "scale": (0.85, 1.25), "shear": 5.0}
@@ -40,9 +40,11 @@ class Mnist5k(TensorData):
         eval_batch_size: images in one validation or test batch.
         image_size: height and width of the training images, at most 28.
         val_fraction: part of the training images of each class kept for validation; 0 validates on the test images.
+        labels_per_class: train on that many images of each class, which the seed chooses; ``None`` for all. Statistics
+            of the pixels are those of all training images.
         augment: ``True`` random affine, ``False`` none, or a mapping of :class:`~mmpos.data.images.BatchAugment`
             options to change.
-        seed: seed of the order and of the augmentation; the splits do not depend on it.
+        seed: seed of the order, of the augmentation and of ``labels_per_class``; the splits do not depend on it.
     """
 
     name = "mnist5k"
@@ -54,6 +56,7 @@ class Mnist5k(TensorData):
         eval_batch_size: int = 250,
         image_size: int = 28,
         val_fraction: float = 0.05,
+        labels_per_class: int | None = None,
         augment: bool | Mapping[str, Any] = True,
         seed: int = 0,
     ) -> None:
@@ -67,8 +70,9 @@ class Mnist5k(TensorData):
         self.mean, self.std = statistics(images[rest])
         held = hold_out(labels[rest], val_fraction, seed=0)
         pick = lambda index: (images[index], labels[index])  # noqa: E731
+        train = rest[~held]
         super().__init__(
-            pick(rest[~held]),
+            pick(train[keep_per_class(labels[train], labels_per_class, seed)]),
             pick(rest[held]) if held.any() else None,
             pick(test),
             augment=build_augment(augment, AFFINE),

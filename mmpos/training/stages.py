@@ -13,6 +13,7 @@ import yaml  # type: ignore[import-untyped]
 
 from mmpos.config import TrainConfig
 from mmpos.evaluation.results import Row, read_results, write_results
+from mmpos.evaluation.stages import Stage, write_stages_report
 from mmpos.evaluation.weights import newest_checkpoint
 from mmpos.training.build import check_config
 from mmpos.training.run import changes, finished, read_config, train
@@ -93,6 +94,7 @@ def train_stages(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     summaries: dict[str, dict[str, Any]] = {}
+    monitors: dict[str, str] = {}
     metric = float("nan")
     for number, name in enumerate(names):
         place = places[name]
@@ -115,8 +117,9 @@ def train_stages(
                 _same(place, stage)
             print(f"stage {number + 1} of {len(names)}: {name} is finished, in {place}", flush=True)
         summaries[name] = summary
-        metric = float(summary[stage["callbacks"]["monitor"]])
-    _gather(folder, places, summaries)
+        monitors[name] = stage["callbacks"]["monitor"]
+        metric = float(summary[monitors[name]])
+    _gather(folder, places, summaries, monitors)
     return metric
 
 
@@ -129,7 +132,12 @@ def _same(place: Path, stage: Mapping[str, Any]) -> None:
         )
 
 
-def _gather(folder: Path, places: Mapping[str, Path], summaries: Mapping[str, dict[str, Any]]) -> None:
+def _gather(
+    folder: Path,
+    places: Mapping[str, Path],
+    summaries: Mapping[str, dict[str, Any]],
+    monitors: Mapping[str, str],
+) -> None:
     """Table, page and summary of the whole run from those of its stages."""
     names = list(summaries)
     rows: list[Row] = []
@@ -139,15 +147,17 @@ def _gather(folder: Path, places: Mapping[str, Path], summaries: Mapping[str, di
             found = read_results(path)
             rows += found if name == names[-1] else [replace(row, metric=f"{name}_{row.metric}") for row in found]
     write_results(folder / "results.csv", rows)
-    lines = [f"# {folder.name}", "", "| stage | folder | report |", "|---|---|---|"]
+    stages = []
     for name in names:
+        path = places[name] / "results.csv"
         relative = places[name].relative_to(folder) if places[name].is_relative_to(folder) else places[name]
-        report = f"[report]({relative}/report.md)" if (places[name] / "report.md").is_file() else ""
-        lines.append(f"| {name} | {relative} | {report} |")
-    (folder / "report.md").write_text("\n".join([*lines, ""]))
+        found = read_results(path) if path.is_file() else []
+        stages.append(Stage(name, str(relative), summaries[name], monitors[name], found))
+    write_stages_report(folder, stages)
     total = {key: value for key, value in summaries[names[-1]].items() if key != "stage"}
     for key in ("train_seconds", "evaluate_seconds"):
         times: list[Any] = [summary.get(key) for summary in summaries.values()]
         total[key] = None if None in times else round(sum(map(float, times)), 1)
     total["stages"] = names
+    total["stage_metrics"] = {name: summaries[name].get(monitors[name]) for name in names}
     (folder / "summary.json").write_text(json.dumps(total, indent=2) + "\n")

@@ -129,15 +129,19 @@ def _by_question(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
 
 
 def _by_size(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
-    """A row for each resolution rule and question, a column for each size."""
+    """A row for each resolution rule and question, or stage, a column for each size."""
     values: dict[tuple[str, int], list[float]] = {}
+    stages = list(runs[0][1].get("stages", ()))
     for folder, _ in runs:
         for row in _rows(folder):
             if "accuracy" in row["metric"]:
                 what = " ".join(part for part in row["metric"].split("_") if part != "accuracy")
+                what = what or (stages[-1] if len(stages) > 1 else "")
                 label = f"{row['coordinates']}, {what}" if what else row["coordinates"]
                 values.setdefault((label, int(row["size"])), []).append(float(row["value"]))
-    rules = sorted(dict.fromkeys(rule for rule, _ in values), key=lambda rule: rule.partition(", ")[2])
+    of = lambda rule: rule.partition(", ")[2]  # noqa: E731
+    place = {what: number for number, what in enumerate(stages)}
+    rules = sorted(dict.fromkeys(rule for rule, _ in values), key=lambda rule: (place.get(of(rule), -1), of(rule)))
     unit = {"frames": "frames", "points": "points"}.get(runs[0][1].get("evaluation", ""), "px")
     sizes = sorted({size for _, size in values})
     lines = [f"| coordinates | {' | '.join(f'{size} {unit}' for size in sizes)} |", f"|---|{'---|' * len(sizes)}"]
@@ -163,17 +167,31 @@ def _circumstances(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> 
     machines = ", ".join(sorted({summary.get("machine", "unknown machine") for summary in summaries}))
     dates = sorted({summary.get("date", "") for summary in summaries})
     command = f"python train.py -m recipe={recipe} seed={','.join(map(str, seeds))} {overrides}".strip()
+    watched = _untested_stages(runs)
     over = f"mean and standard deviation over {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
     span = " to ".join(dict.fromkeys(map(str, seconds[:1] + seconds[-1:])))
     took = f"{span} s per run, training and evaluation together, on" if seconds else "Run on"
     return [
         f"Test accuracy in %, {over}. {parameters} parameters. {took} {machines}; "
-        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.",
+        f"{' to '.join(dict.fromkeys((dates[0], dates[-1])))}.{watched}",
         "",
         "```bash",
         command,
         "```",
     ]
+
+
+def _untested_stages(runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
+    """What stages without a test came to, as one more sentence."""
+    metrics: dict[str, list[float]] = {}
+    for folder, summary in runs:
+        for name, value in summary.get("stage_metrics", {}).items():
+            if value is not None and not (folder / name / "results.csv").is_file():
+                metrics.setdefault(name, []).append(float(value))
+    cells = [f"{name} {_cell(values)} %" for name, values in metrics.items()]
+    return (
+        f" Accuracy on the validation data at the end of a stage without labels: {', '.join(cells)}." if cells else ""
+    )
 
 
 def _cell(values: list[float]) -> str:

