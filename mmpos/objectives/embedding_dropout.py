@@ -45,6 +45,18 @@ class EmbeddingDropout(nn.Module):
         rate: probability that an image loses its places.
         per_sample: whether each sample is decided on its own; ``False`` decides once for the batch.
         drop_prefix: whether prefix tokens lose their vectors as well.
+
+    It stands between the two halves of an encoder, in a training step of one's own; no configuration switches it on.
+
+    Example:
+        >>> from mmpos.adapters.trunk import VitTrunk
+        >>> from mmpos.models import create_vit
+        >>> vit = create_vit(encoding="sincos", image_size=(8, 12), in_chans=1, depth=1)
+        >>> trunk = VitTrunk(vit)
+        >>> dropout = EmbeddingDropout(trunk.stack, rate=0.5).train()
+        >>> tokens, positions = trunk.embed(torch.zeros(4, 1, 8, 12))
+        >>> trunk(dropout.add_to_tokens(tokens, positions), positions).shape
+        torch.Size([4, 6, 96])
     """
 
     def __init__(
