@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mmpos import list_encodings
+from mmpos.config import compose
 from mmpos.evaluation.results import read_results
 from mmpos.evaluation.weights import newest_checkpoint, read_checkpoint
 from mmpos.models import create_vit
@@ -308,3 +309,36 @@ def test_blocks_that_cover_a_tiny_grid_leave_a_context() -> None:
         seen, asked = predicted_blocks((2, 2), 5, generator=torch.Generator().manual_seed(seed))
         assert seen.shape[1] >= 1
         assert not (seen[:, :, None] == asked[:, :1]).any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "model",
+    [
+        ("data=moving_mnist5k", "model=video_micro", "encoding=rope_3d", "model.options.depth=1"),
+        (
+            "data=fake",
+            "data.image_size=48",
+            "model=timm",
+            "model.name=eva02_tiny_patch14_224",
+            "model.patch_size=16",
+            "encoding=irpe",
+            "+model.options.depth=1",
+        ),
+    ],
+)
+def test_videos_and_models_of_timm(name: str, model: tuple[str, ...]) -> None:
+    options = {"droppos": 36, "flexpredict": 36}
+    width = (f"+objective.options.width={options[name]}", "+objective.options.heads=3") if name in options else ()
+    config = compose([*model, f"objective.name={name}", *width])
+    data = build_data(config)
+    module = build_module(config, build_model(config, data), data)
+    assert isinstance(module, PositionModule)
+    module.progress = lambda: 0.5  # type: ignore[method-assign]
+    images, _ = next(iter(data.train_dataloader()))
+    answer = module.train().ask(images[:2])
+    answer.loss.backward()
+    used = [p for key, p in module.model.named_parameters() if p.requires_grad and "patch_embed" in key]
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in used)
+    if name == "mp3":
+        assert answer.count == 2 * torch.tensor(module.objective.grid).prod()
