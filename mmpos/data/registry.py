@@ -25,6 +25,7 @@ _DATA = {
     "three_cell": ("three_cell", "ThreeCellData"),
     "mnist_points": ("points", "MnistPoints"),
     "ycb_scans": ("points", "YcbScans"),
+    "mnist_grounding": ("grounding", "MnistGrounding"),
 }
 
 

@@ -190,8 +190,43 @@ def build_points(config: Mapping[str, Any], data: Any) -> nn.Module:
     )
 
 
+def build_vlm(config: Mapping[str, Any], data: Any) -> nn.Module:
+    """A small vision-language model, or its tower with an output for each cell."""
+    from mmpos.models.vlm import create_dense_tower, create_vlm
+
+    model = config["model"]
+    if data.evaluation != "vlm":
+        raise ValueError(
+            f"model.name: {model['name']!r} answers questions about images, and {data.name} asks none; use "
+            "data=mnist_grounding or model=vit_micro"
+        )
+    options = dict(model.get("options") or {})
+    if model.get("patch_size") is not None:
+        options["tower"] = {**dict(options.get("tower") or {}), "patch_size": model["patch_size"]}
+    common = {"encoding": encoding_specs(config["encoding"]), "in_chans": data.in_chans}
+    if model["name"] == "vlm_tower":
+        return create_dense_tower(num_classes=len(data.objects), **common, **options)
+    words = data.vocabulary
+    return create_vlm(
+        vocabulary=len(words), image_token=words.IMAGE, ordered=data.ordered, **common, **_with_places(options)
+    )
+
+
+def _with_places(options: dict[str, Any]) -> dict[str, Any]:
+    """``visual_encoding: {name: sincos, base: 100}`` as a pair (name, options)."""
+    chosen = options.get("visual_encoding")
+    if isinstance(chosen, Mapping):
+        rest = {key: value for key, value in chosen.items() if key != "name"}
+        options["visual_encoding"] = (str(chosen["name"]), rest)
+    return options
+
+
 #: models with a builder of their own, by ``model.name``; every other name is ``vit_micro`` or a ViT of timm
-MODELS: dict[str, Callable[[Mapping[str, Any], Any], nn.Module]] = {"point_micro": build_points}
+MODELS: dict[str, Callable[[Mapping[str, Any], Any], nn.Module]] = {
+    "point_micro": build_points,
+    "vlm_micro": build_vlm,
+    "vlm_tower": build_vlm,
+}
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

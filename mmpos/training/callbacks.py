@@ -122,7 +122,10 @@ class Throughput(Callback):
     ) -> None:
         self._losses.append(outputs["loss"].detach())
         now = time.perf_counter()
-        count, seconds = len(batch[0]) * trainer.world_size, now - (self._mark or now)
+        count, seconds = (
+            len(batch[0] if isinstance(batch, (tuple, list)) else batch) * trainer.world_size,
+            now - (self._mark or now),
+        )
         self._mark = now
         if seconds <= 0:  # the first batch after resuming has no start time
             return

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmpos.evaluation.checkpoint import check_classes, evaluate_checkpoint
+from mmpos.evaluation.checkpoint import check_classes, checkpoint_model, evaluate_checkpoint
 from mmpos.evaluation.weights import load_state, model_state, read_checkpoint
 
 __all__ = ["EVALUATIONS", "Request", "evaluate"]
@@ -29,6 +29,7 @@ class Request:
         device: where to run.
         command: the command that made the run, for the report.
         options: ``evaluation.*`` of the configuration, without its name.
+        asked: the sizes of this command, not those of the recipe.
     """
 
     config: Mapping[str, Any]
@@ -39,6 +40,7 @@ class Request:
     device: str
     command: str | None
     options: dict[str, Any]
+    asked: Sequence[int] | None = None
 
     @property
     def encoding_name(self) -> str:
@@ -85,16 +87,28 @@ def _resolution(request: Request) -> None:
         run_resolution(sizes=sizes, **request.tested("resolution"))
         return
     _expect(request, "resolution")
+    evaluate_checkpoint(request.checkpoint, data=request.data, sizes=sizes, **_timm(request), **request.arguments())
+
+
+def _shift(request: Request) -> None:
+    from mmpos.evaluation.shift import run_shift
+
+    _expect(request, "resolution")
+    if request.asked:
+        raise ValueError(
+            f"sizes: evaluation shift tests at the size of the training images, got {list(request.asked)}; leave sizes "
+            "out and set evaluation.shifts"
+        )
+    own = request.encoding_name == "own"
+    model = checkpoint_model(request.checkpoint, data=request.data, **_timm(request)) if own else request.model()
+    run_shift(model, request.data, encoding_name=request.encoding_name, **request.arguments())
+
+
+def _timm(request: Request) -> dict[str, Any]:
+    """Name and options of a timm model with the encoding it comes with."""
     model = request.config["model"]
     patch = {} if model.get("patch_size") is None else {"patch_size": model["patch_size"]}
-    evaluate_checkpoint(
-        request.checkpoint,
-        model=model["name"],
-        data=request.data,
-        sizes=sizes,
-        model_options={**patch, **dict(model.get("options") or {})},
-        **request.arguments(),
-    )
+    return {"model": model["name"], "model_options": {**patch, **dict(model.get("options") or {})}}
 
 
 def _frames(request: Request) -> None:
@@ -128,6 +142,17 @@ def _points(request: Request) -> None:
     run_points(**request.tested("points"))
 
 
+def _vlm(request: Request) -> None:
+    from mmpos.evaluation.vlm import run_vlm
+
+    if request.sizes:
+        raise ValueError(
+            f"sizes: evaluation vlm tests forms, not sizes, got {list(request.sizes)}; leave sizes out and set "
+            "evaluation.images, evaluation.several or evaluation.videos"
+        )
+    run_vlm(**request.tested("vlm"))
+
+
 def _expect(request: Request, evaluation: str) -> None:
     """Raise where the data of a run are not what its evaluation tests."""
     made_for = request.data.evaluation
@@ -137,6 +162,7 @@ def _expect(request: Request, evaluation: str) -> None:
             "frames": "videos",
             "three_cell": "questions about three cells",
             "points": "point clouds",
+            "vlm": "questions about images",
         }
         raise ValueError(
             f"evaluation: {request.config['data']['name']} holds {holds.get(made_for, made_for)}; use "
@@ -147,9 +173,11 @@ def _expect(request: Request, evaluation: str) -> None:
 #: evaluations by ``evaluation.name``
 EVALUATIONS: dict[str, Callable[[Request], None]] = {
     "resolution": _resolution,
+    "shift": _shift,
     "frames": _frames,
     "three_cell": _three_cell,
     "points": _points,
+    "vlm": _vlm,
 }
 
 
@@ -171,5 +199,6 @@ def evaluate(
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     command = options.pop("command", command)
-    sizes = sizes or config.get("sizes")
-    EVALUATIONS[name](Request(config, data, checkpoint, folder, sizes, device, command, options))
+    EVALUATIONS[name](
+        Request(config, data, checkpoint, folder, sizes or config.get("sizes"), device, command, options, sizes)
+    )

@@ -10,6 +10,7 @@ from torch import nn
 from mmpos.training.module import Classifier, TrainingModule
 from mmpos.training.position_objectives import build_droppos, build_flexpredict, build_mp3
 from mmpos.training.seqpe import build_seqpe
+from mmpos.training.vlm import build_answers, build_dense, build_names
 
 __all__ = ["OBJECTIVES", "build_module"]
 
@@ -39,6 +40,9 @@ OBJECTIVES: dict[str, Callable[[Mapping[str, Any], nn.Module, Any], TrainingModu
     "droppos": build_droppos,
     "mp3": build_mp3,
     "flexpredict": build_flexpredict,
+    "dense": build_dense,
+    "names": build_names,
+    "answers": build_answers,
 }
 
 

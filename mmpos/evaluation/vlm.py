@@ -1,0 +1,290 @@
+"""A vision-language model on questions about places: right answers by kind, at the forms of training and beyond.
+
+A box is right from an overlap of one half (REC accuracy at IoU 0.5, as in RefCOCO); other answers are right word for
+word. In ``results.csv`` the column encoding holds the position scheme of the decoder, size the visual tokens of a row,
+and coordinates the form of what it shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mmpos.evaluation.answers import IOU, box_of, greedy_answers, overlaps, right_answers
+from mmpos.evaluation.document import Document
+from mmpos.evaluation.figures import style_axis
+from mmpos.evaluation.passes import now
+from mmpos.evaluation.report import add_figure, cost_rows, encoding_section, finish_report, percent
+from mmpos.evaluation.results import Row, wilson_interval, write_results
+from mmpos.plotting import PALETTE, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from mmpos.data.vlm import VlmBatch
+
+__all__ = ["VlmEvaluation", "run_vlm", "vlm_figure"]
+
+_EXAMPLES = 6
+
+
+@dataclass(frozen=True)
+class VlmEvaluation:
+    """What was measured.
+
+    Args:
+        folder: where table and report are.
+        scheme: name of the scheme in the table.
+        rows: the table.
+        forms: names of the tested forms, in order.
+        trained: which of them are forms of training.
+    """
+
+    folder: Path
+    scheme: str
+    rows: list[Row]
+    forms: tuple[str, ...]
+    trained: frozenset[str]
+
+    def row(self, form: str, metric: str) -> Row | None:
+        """A measured number, or ``None``."""
+        return next((row for row in self.rows if row.coordinates == form and row.metric == metric), None)
+
+    def kinds(self) -> list[str]:
+        """Kinds of question, in order."""
+        found = dict.fromkeys(row.metric for row in self.rows if row.metric.endswith("_accuracy"))
+        return [metric.removesuffix("_accuracy") for metric in found]
+
+
+def run_vlm(
+    model: Any,
+    data: Any,
+    *,
+    encoding_name: str,
+    output_dir: str | Path,
+    images: Sequence[Sequence[int]] | None = None,
+    several: Sequence[Sequence[int]] | None = None,
+    videos: Sequence[Sequence[int]] | None = None,
+    count: int = 200,
+    device: torch.device | str | None = None,
+    autocast: torch.dtype | None = None,
+    overhead: bool = True,
+    config: Mapping[str, Any] | None = None,
+    command: str | None = None,
+    progress: bool = True,
+) -> VlmEvaluation:
+    """Greedy answers to the test questions of some forms; writes table, picture and report.
+
+    Args:
+        model: a :class:`~mmpos.models.vlm.Vlm`.
+        data: data with questions, such as :class:`~mmpos.data.grounding.MnistGrounding`.
+        encoding_name: encoding of the tower, for the report.
+        output_dir: folder of ``results.csv``, ``report.md``, ``report.html`` and ``vlm.png``.
+        images: forms of single images to test, as the data set takes them; ``None`` for those of training, as for the
+            two below.
+        several: forms of several images.
+        videos: forms of videos.
+        count: test rows of each form.
+        device: where to run; default where the model is.
+        autocast: reduced precision, such as ``torch.bfloat16``.
+        overhead: whether to time the model.
+        config: what the run was, shown in the report.
+        command: how to repeat it, shown in the report.
+        progress: whether to print what is found.
+    """
+    if count < 1:
+        raise ValueError(f"count: expected at least one test row of each form, got {count}")
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    device = next(model.parameters()).device if device is None else torch.device(device)
+    forms = data.test_forms(images, several, videos)
+    trained = frozenset(form.name for form in data.shapes)
+    scheme = str(model.scheme.name)
+    training = model.training
+    model.to(device).eval()
+    rows: list[Row] = []
+    examples: list[tuple[VlmBatch, Tensor]] = []
+    try:
+        for form in forms:
+            found, seconds = _answers(model, data, form, count, device, autocast, examples)
+            for metric, values in found.items():
+                value, n = float(values.double().mean()), int(values.numel())
+                ends: tuple[float | None, float | None] = (None, None)
+                if metric.endswith("accuracy"):
+                    # questions about one picture are not independent: the interval counts rows
+                    ends = wilson_interval(round(value * count), count)
+                rows.append(Row(scheme, form.tokens, form.name, metric, value, *ends, n))
+            if overhead:
+                rows.append(Row(scheme, form.tokens, form.name, "rows_per_second", count / max(seconds, 1e-9), n=count))
+            if progress:
+                print(
+                    f"{scheme}, {form.name}: " + ", ".join(_said(row) for row in rows if row.coordinates == form.name)
+                )
+    finally:
+        model.train(training)
+    write_results(folder / "results.csv", rows)
+    result = VlmEvaluation(folder, scheme, rows, tuple(form.name for form in forms), trained)
+    _write_report(result, model, data, examples, encoding_name=encoding_name, config=config, command=command)
+    return result
+
+
+def _answers(
+    model: Any,
+    data: Any,
+    form: Any,
+    count: int,
+    device: torch.device,
+    autocast: torch.dtype | None,
+    examples: list[tuple[VlmBatch, Tensor]],
+) -> tuple[dict[str, Tensor], float]:
+    """Right or wrong for every question by metric, overlaps of boxes, and the seconds it took."""
+    parts: dict[str, list[Tensor]] = {}
+    seconds = 0.0
+    with data.whole():
+        for number, loaded in enumerate(data.test_form(form, count)):
+            batch = loaded.to(device)
+            start = now(device)
+            with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+                answers = greedy_answers(model, batch)
+            seconds += now(device) - start
+            if number == 0:
+                examples.append((loaded, answers.cpu()))
+            right = right_answers(batch, answers).cpu()
+            for which, question in enumerate(batch.questions):
+                metric = question.kind.replace(" ", "_")
+                parts.setdefault(f"{metric}_accuracy", []).append(right[:, which])
+                overlap = overlaps(batch, answers, which)
+                if overlap is not None:
+                    parts.setdefault(f"{metric}_iou", []).append(overlap.cpu())
+            parts.setdefault("accuracy", []).append(right.flatten())
+    return {metric: torch.cat(values) for metric, values in parts.items()}, seconds
+
+
+def _said(row: Row) -> str:
+    if row.metric == "rows_per_second":
+        return f"{row.value:.0f} rows/s"
+    name = row.metric.removesuffix("_accuracy").replace("_", " ")
+    return f"{name} {row.value:.2f}" if row.metric.endswith("_iou") else f"{name} {100 * row.value:.1f} %"
+
+
+# -- report -----------------------------------------------------------------------------------------------------------
+
+
+def vlm_figure(evaluation: VlmEvaluation, data: Any, examples: Sequence[tuple[VlmBatch, Tensor]]) -> Figure:
+    """Boxes on test images, right ones green and answers orange, and accuracy by form for each kind of question."""
+    figure = new_figure(11.0, 5.2)
+    parts: Any = figure.subfigures(1, 2, width_ratios=[1, 1.2])
+    left, right = parts
+    boxed = [(batch, answers) for batch, answers in examples if batch.places is not None and _boxes(batch)]
+    panels = left.subplots(2, _EXAMPLES // 2, squeeze=False).reshape(-1)
+    for number, axis in enumerate(panels):
+        axis.set_axis_off()
+        if not boxed:
+            continue
+        batch, answers = boxed[number % len(boxed)]
+        row = min(number // len(boxed), len(batch) - 1)
+        which = _boxes(batch)[0]
+        question = batch.questions[which]
+        axis.imshow(batch.pixels[0][row, 0].movedim(0, -1).squeeze(-1).numpy(), cmap="gray_r")
+        for box, colour in (
+            (batch.boxes[row, which], PALETTE[2]),
+            (box_of(batch, answers, which)[row], PALETTE[1]),
+        ):
+            x0, y0, x1, y1 = (float(value) - 0.5 for value in box)
+            axis.plot([x0, x1, x1, x0, x0], [y0, y0, y1, y1, y0], color=colour, lw=1.6)
+        words = batch.tokens[row, question.first : question.answer].tolist()
+        axis.set_title(data.vocabulary.decode(words), fontsize=8, color="#33414e")
+    axis = right.subplots()
+    places = {form: number for number, form in enumerate(evaluation.forms)}
+    for number, kind in enumerate(evaluation.kinds()):
+        found = [row for row in evaluation.rows if row.metric == f"{kind}_accuracy"]
+        axis.plot(
+            [100 * row.value for row in found],
+            [places[row.coordinates] for row in found],
+            marker="os^Dv PX*"[number % 8].strip() or "p",
+            ms=7,
+            lw=1,
+            alpha=0.9,
+            color=PALETTE[number % len(PALETTE)],
+            label=kind.replace("_", " "),
+        )
+    axis.set_yticks(range(len(places)), [f"{form}{'' if form in evaluation.trained else ' *'}" for form in places])
+    axis.invert_yaxis()
+    axis.set_xlim(-3, 103)
+    axis.set_xlabel("right answers (%), * beyond training", fontsize=9.5)
+    style_axis(axis)
+    axis.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    return figure
+
+
+def _boxes(batch: VlmBatch) -> list[int]:
+    return [number for number in range(len(batch.questions)) if overlaps(batch, batch.tokens, number) is not None]
+
+
+def _write_report(
+    evaluation: VlmEvaluation,
+    model: Any,
+    data: Any,
+    examples: Sequence[tuple[VlmBatch, Tensor]],
+    *,
+    encoding_name: str,
+    config: Mapping[str, Any] | None,
+    command: str | None,
+) -> None:
+    folder = evaluation.folder
+    kinds = evaluation.kinds()
+    document = Document(
+        f"{evaluation.scheme} on {data.name}",
+        f"Questions about where things are; tower with {encoding_name}, decoder placed by {evaluation.scheme}.",
+    )
+    tiles = []
+    for kind in kinds:
+        found = [row for row in evaluation.rows if row.metric == f"{kind}_accuracy"]
+        known = [row for row in found if row.coordinates in evaluation.trained]
+        if known:
+            mean = sum(row.value for row in known) / len(known)
+            tiles.append((f"{100 * mean:.1f} %", f"{kind.replace('_', ' ')}, forms of training"))
+    document.tiles(tiles[:6])
+    document.heading("Right answers")
+    add_figure(
+        document,
+        folder,
+        "vlm",
+        vlm_figure(evaluation, data, examples),
+        "Left: test images with the right box (green) and the answer (orange). Right: right answers by form, * larger "
+        "or longer than in training.",
+    )
+    table: list[list[Any]] = []
+    for form in evaluation.forms:
+        sized = next(row for row in evaluation.rows if row.coordinates == form)
+        where = "in training" if form in evaluation.trained else "beyond"
+        cells = [percent(evaluation.row(form, f"{kind}_accuracy")) for kind in kinds]
+        table.append([form, str(sized.size), where, *cells])
+    document.table(["form", "visual tokens", "", *(kind.replace("_", " ") for kind in kinds)], table)
+    document.paragraph(
+        f"A box is right from an overlap of {IOU:g} (intersection over union); other answers are right word for word. "
+        "Answers are the most likely words, one after the other. Intervals count rows, not questions: questions about "
+        "one picture are not independent."
+    )
+    from mmpos.adapters.timm import stack_of
+
+    stack = stack_of(model.tower.vit)
+    encoding_section(document, stack)
+    document.heading("Cost")
+    parts = {"tower": model.tower, "projector": model.projector, "decoder": model.decoder}
+    cost = cost_rows(model, None, None, "px")
+    cost += [(f"of these, {name}", f"{sum(p.numel() for p in part.parameters()):,}") for name, part in parts.items()]
+    speeds = [row for row in evaluation.rows if row.metric == "rows_per_second"]
+    cost += [(f"rows answered, {row.coordinates}", f"{row.value:,.0f} rows/s") for row in speeds]
+    document.table(["quantity", "value"], cost)
+    numbers = (
+        "All numbers of this page are in results.csv, where encoding is the scheme of the decoder, size the visual "
+        "tokens of a row and coordinates its form."
+    )
+    finish_report(document, folder, model, data, config=config, command=command, numbers=numbers)

@@ -1,0 +1,599 @@
+"""A small LLaVA-style model: vision tower, 2 x 2 merge and projector, and a Llama decoder with any position scheme.
+
+As in LLaVA (arXiv 2304.08485) visual tokens stand among the words of the prompt; as in LLaVA-NeXT and InternVL large
+images come as tiles and a thumbnail; as in Qwen2-VL (arXiv 2409.12191) 2 x 2 tokens of the tower are merged into one.
+The decoder is the Llama of transformers; how its tokens are placed is the choice of a scheme of
+:mod:`mmpos.multimodal`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmpos.adapters._attachment import require
+from mmpos.adapters._hf_rotary import IDS, SchemeRotary, by_head_forward, pick_variant, rotate_projection
+from mmpos.encodings import EncodingStack, create_encoding
+from mmpos.functional.sincos import sincos
+from mmpos.models.vit import create_vit
+from mmpos.multimodal import Image, PositionLayout, Scheme, Segment, Text, Tiles, Video
+from mmpos.multimodal import scheme as named_scheme
+from mmpos.positions import Positions
+
+__all__ = [
+    "MERGE",
+    "Decoder",
+    "DenseTower",
+    "Projector",
+    "Tower",
+    "Vlm",
+    "create_dense_tower",
+    "create_vlm",
+    "tile_image",
+]
+
+#: tokens of the tower along each side of one visual token of the decoder
+MERGE = 2
+
+
+class Tower(nn.Module):
+    """A ViT of :func:`~mmpos.models.create_vit` without its classifier: images of whole cells to features.
+
+    Args:
+        vit: a timm vision transformer with an encoding.
+    """
+
+    def __init__(self, vit: Any) -> None:
+        super().__init__()
+        self.vit = vit
+        self.width = MERGE**2 * int(vit.embed_dim)
+        self.patch = int(vit.patch_embed.patch_size[0])
+
+    @property
+    def cell(self) -> int:
+        """Side in pixels of one visual token."""
+        return MERGE * self.patch
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Visual tokens of an image along its sides."""
+        if height % self.cell or width % self.cell or min(height, width) < self.cell:
+            raise ValueError(
+                f"pixels: expected sides that are multiples of {self.cell} pixels (patches of {self.patch}, merged "
+                f"{MERGE} x {MERGE}), got {height} x {width}; pad or resize the image"
+            )
+        return height // self.cell, width // self.cell
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """Features of cells. Shape: ``(N, C, H, W)`` to ``(N, rows * cols, 4 D)``."""
+        rows, cols = self.grid(*pixels.shape[-2:])
+        x = self.vit.forward_features(pixels)[:, self.vit.num_prefix_tokens :]
+        x = x.unflatten(1, (rows, MERGE, cols, MERGE)).transpose(2, 3)
+        return x.reshape(len(x), rows * cols, self.width)
+
+
+class Projector(nn.Sequential):
+    """From features of cells to embeddings of the decoder: norm and two layers, as in LLaVA-1.5.
+
+    Shape: ``(..., features)`` to ``(..., width)``.
+    """
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__(nn.LayerNorm(features), nn.Linear(features, width), nn.GELU(), nn.Linear(width, width))
+
+
+class DenseTower(nn.Module):
+    """The tower with an output for each cell: which object lies there, and how far its four edges are.
+
+    Args:
+        tower: the tower.
+        num_classes: objects; one more class is "none".
+        hidden: width of the output layers.
+    """
+
+    def __init__(self, tower: Tower, num_classes: int, hidden: int = 128) -> None:
+        super().__init__()
+        self.tower = tower
+        self.num_classes = num_classes
+        self.dense = nn.Sequential(
+            nn.LayerNorm(tower.width), nn.Linear(tower.width, hidden), nn.GELU(), nn.Linear(hidden, num_classes + 5)
+        )
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+        """Class logits and distances to the left, upper, right and lower edge, in cells.
+
+        Shape: ``(N, C, H, W)`` to ``(N, cells, classes + 1)`` and ``(N, cells, 4)``.
+        """
+        out = self.dense(self.tower(pixels))
+        return out[..., : self.num_classes + 1], out[..., self.num_classes + 1 :]
+
+
+class Decoder(nn.Module):
+    """A Llama of transformers whose rotary tables and attention pattern come from a scheme.
+
+    Args:
+        config: arguments of ``transformers.LlamaConfig``.
+        scheme: how tokens are placed.
+        theta: base of the rotary ladder.
+        sections: rotary pairs of each axis (heads of each axis for ``mhrope``); default those of the scheme.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], scheme: Scheme, *, theta: float, sections: Sequence[int] | None = None
+    ) -> None:
+        super().__init__()
+        transformers = require("transformers", "vlm")
+        if not theta > 1:
+            raise ValueError(f"theta: expected a base above 1, got {theta}")
+        settings = transformers.LlamaConfig(**{"attn_implementation": "sdpa", "tie_word_embeddings": True, **config})
+        self.scheme = scheme
+        self.model = transformers.LlamaModel(settings)
+        self.head_dim = int(settings.head_dim)
+        self.layers = int(settings.num_hidden_layers)
+        allocation = self._allocation(scheme, int(settings.num_key_value_heads), sections)
+        ladder = allocation.inverse_frequencies(theta)
+        self.model.rotary_emb = SchemeRotary(allocation, ladder, 1.0, "half")
+        variants, of_layer = scheme.variants(self.layers)
+        for number, layer in enumerate(self.model.layers):
+            attention: Any = layer.self_attn
+            if len(variants) > 1 and of_layer is not None:
+                hook = pick_variant(of_layer[number], len(variants))
+                attention.register_forward_pre_hook(hook, with_kwargs=True)
+            if self.model.rotary_emb.by_head:
+                attention.forward = partial(by_head_forward, attention, "half", False)
+                for part in (attention.q_proj, attention.k_proj):
+                    part.register_forward_hook(rotate_projection(self.head_dim))
+
+    def _allocation(self, scheme: Scheme, heads: int, sections: Sequence[int] | None) -> Any:
+        pairs = self.head_dim // 2
+        if scheme.allocation == "by_head":
+            dealt = tuple(sections) if sections is not None else tuple(_share(heads))
+            return scheme.allocate(pairs, kv_heads=heads, head_sections=dealt)
+        return scheme.allocate(pairs, **({} if sections is None else {"sections": tuple(sections)}))
+
+    @torch.no_grad()
+    def initialise(self, ordered: Sequence[tuple[int, int]] = (), base: float = 100.0) -> None:
+        """Keys start as queries, and words with an order as turned sines of their place; see :func:`create_vlm`."""
+        for layer in self.model.layers:
+            query, key = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight
+            groups = len(query) // len(key)  # of several queries that share a key, the first
+            of_heads = query.unflatten(0, (-1, groups, self.head_dim))[:, 0]
+            key.copy_(of_heads.flatten(0, 1))
+        width = self.embedding.embedding_dim
+        size = float(self.model.config.initializer_range) * math.sqrt(2.0)
+        for first, count in ordered:
+            table = sincos(torch.arange(count, dtype=torch.float32)[:, None], width, base)
+            turn = torch.linalg.qr(torch.randn(width, width))[0]  # a basis of its own for each order
+            self.embedding.weight[first : first + count] = table @ turn * size
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Embeddings of words, which also make the logits."""
+        return self.model.embed_tokens
+
+    def forward(self, x: Tensor, layout: PositionLayout, allowed: Tensor, cache: Any = None) -> Tensor:
+        """Hidden states.
+
+        Args:
+            x: embeddings of the new tokens.
+            layout: places of the new tokens.
+            allowed: which tokens each may attend to; one pattern for all layers, or one for each variant.
+            cache: a transformers cache that is read and extended, or ``None``.
+
+        Shape:
+            x ``(B, L, D)``, allowed bool ``(B or 1, 1 or V, L, past + L)``; returns ``(B, L, D)``.
+        """
+        ids = layout.ids
+        if ids.shape[2] != len(x):
+            ids = ids.expand(-1, -1, len(x), -1)
+        plain = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        given = {} if cache is None else {_cache_name(self.model): cache, "use_cache": True}
+        token = IDS.set(ids)
+        try:
+            out = self.model(
+                inputs_embeds=x, attention_mask=allowed, position_ids=plain, **({"use_cache": False} | given)
+            )
+        finally:
+            IDS.reset(token)
+        return out.last_hidden_state
+
+
+def _share(heads: int) -> list[int]:
+    """Heads for t, h and w, as equal as can be; h and w equal."""
+    spatial = -(-heads // 3) if heads > 2 else 1
+    return [max(heads - 2 * spatial, 0), spatial, spatial]
+
+
+def _cache_name(model: Any) -> str:
+    import inspect
+
+    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
+
+
+class Vlm(nn.Module):
+    """Images, videos and words in, words out; made by :func:`create_vlm`.
+
+    Args:
+        tower: images to features of cells.
+        projector: features to embeddings of the decoder.
+        decoder: the language model with its scheme.
+        image_token: token number that holds the place of a visual token.
+        places: an encoding that is added to the visual tokens of each image, tile or frame, besides the scheme.
+    """
+
+    def __init__(
+        self,
+        tower: Tower,
+        projector: nn.Module,
+        decoder: Decoder,
+        *,
+        image_token: int,
+        places: EncodingStack | None = None,
+    ) -> None:
+        super().__init__()
+        self.tower = tower
+        self.projector = projector
+        self.decoder = decoder
+        self.image_token = image_token
+        self.places = places
+
+    @property
+    def scheme(self) -> Scheme:
+        """How tokens are placed."""
+        return self.decoder.scheme
+
+    def segments_of(self, pixels: Tensor, *, video: bool = False) -> Segment:
+        """The segment that images ``(1, C, H, W)`` or the frames of a video ``(T, C, H, W)`` fill."""
+        rows, cols = self.tower.grid(*pixels.shape[-2:])
+        return Video(len(pixels), rows, cols) if video else Image(rows, cols)
+
+    def layout(self, rows: Sequence[Sequence[Segment]], **options: Any) -> PositionLayout:
+        """Places of the tokens of a batch; drawn steps of images (V2PE, HoPE) in training mode only."""
+        rows = self.scheme.randomise(rows) if self.training else rows
+        layout = self.scheme.layout(rows, num_layers=self.decoder.layers, **options)
+        return _to(layout, self.decoder.embedding.weight.device)
+
+    def project(self, pixels: Tensor) -> Tensor:
+        """What is in each cell of images of one size, as the decoder would say it: before any place is added.
+
+        Shape: ``(N, C, H, W)`` to ``(N, cells, D)``.
+        """
+        return self.projector(self.tower(pixels))
+
+    def see(self, pixels: Sequence[Tensor]) -> Tensor:
+        """Embeddings of all visual tokens, in the order of rows and of the blocks in a row.
+
+        Args:
+            pixels: visual blocks. Either blocks that all rows have, ``(B, n, C, H, W)`` each, or the blocks of all rows
+                in order, ``(n, C, H, W)`` each; ``n`` counts tiles or frames. Blocks of one size are seen at once.
+
+        Shape:
+            Returns ``(visual tokens, D)``.
+        """
+        if not pixels:
+            return self.decoder.embedding.weight.new_zeros(0, self.decoder.embedding.embedding_dim)
+        dims = {block.dim() for block in pixels}
+        if len(dims) > 1 or not dims <= {4, 5}:
+            raise ValueError(
+                "pixels: expected blocks (n, C, H, W) of all rows, or (B, n, C, H, W) for blocks that all rows have, "
+                f"got {[tuple(block.shape) for block in pixels]}"
+            )
+        of_all = dims == {5}
+        flat = [block.flatten(0, 1) if of_all else block for block in pixels]
+        seen: list[Tensor] = [flat[0]] * len(flat)
+        for size in dict.fromkeys(block.shape[-2:] for block in flat):
+            mine = [number for number, block in enumerate(flat) if block.shape[-2:] == size]
+            features = self.project(torch.cat([flat[number] for number in mine]))
+            if self.places is not None:
+                features = self.places.add_to_tokens(features, Positions.grid(*self.tower.grid(*size)))
+            parts = features.split([len(flat[number]) for number in mine])
+            for number, part in zip(mine, parts, strict=True):
+                seen[number] = part
+        if of_all:
+            rows = len(pixels[0])
+            return torch.cat([part.reshape(rows, -1, part.shape[-1]) for part in seen], dim=1).flatten(0, 1)
+        return torch.cat([part.flatten(0, 1) for part in seen])
+
+    def embed(self, tokens: Tensor, visual: Tensor, layout: PositionLayout) -> Tensor:
+        """Words and visual tokens in one sequence.
+
+        Shape: tokens ``(B, L)``, visual ``(V, D)``; returns ``(B, L, D)``.
+        """
+        x = self.decoder.embedding(tokens)
+        places = (layout.block >= 0).expand(len(tokens), -1)
+        count = int(places.sum())
+        if count != len(visual):
+            raise ValueError(
+                f"pixels: the segments hold {count} visual tokens, the images give {len(visual)}; an image of H x W "
+                f"pixels has H/{self.tower.cell} x W/{self.tower.cell}"
+            )
+        marked = tokens == self.image_token
+        if not torch.equal(marked, places):
+            raise ValueError(
+                f"tokens: expected the image token {self.image_token} in the {count} slots of visual tokens and "
+                f"nowhere else, got it in {int(marked.sum())} slots"
+            )
+        x = x.to(visual.dtype) if len(visual) else x
+        return x.masked_scatter(places[..., None], visual)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        pixels: Sequence[Tensor],
+        segments: Sequence[Sequence[Segment]] | PositionLayout,
+        *,
+        branch: Tensor | None = None,
+        visual: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of the next token at every slot.
+
+        Args:
+            tokens: token numbers with :attr:`image_token` where visual tokens stand.
+            pixels: see :meth:`see`.
+            segments: what the rows are made of (one row stands for all), or their layout.
+            branch: 0 for tokens that all may see, ``k`` for those of branch ``k``; branches do not see each other.
+            visual: what :meth:`see` gave for ``pixels``, to see once and ask often.
+
+        Shape:
+            tokens ``(B, L)``, branch ``(L,)`` or ``(B, L)``; returns ``(B, L, words)``.
+        """
+        layout = segments if isinstance(segments, PositionLayout) else self.layout(segments)
+        if layout.kind.shape[1] != tokens.shape[1] or len(layout.kind) not in (1, len(tokens)):
+            raise ValueError(
+                f"segments: they hold {tuple(layout.kind.shape)} slots, tokens are {tuple(tokens.shape)}; give a row "
+                "of segments for each row of tokens, or one for all"
+            )
+        visual = self.see(pixels) if visual is None else visual
+        x = self.embed(tokens, visual, layout)
+        return self.logits(self.decoder(x, layout, self.pattern(layout, branch)))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Words from hidden states, by the embeddings. Shape: ``(..., D)`` to ``(..., words)``."""
+        return F.linear(hidden, self.decoder.embedding.weight.to(hidden.dtype))
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The most likely word, which is never the image token. Shape: ``(..., words)`` to ``(...)``."""
+        best = logits.clone()
+        best[..., self.image_token] = float("-inf")
+        return best.argmax(-1)
+
+    def pattern(self, layout: PositionLayout, branch: Tensor | None = None) -> Tensor:
+        """Which slot may attend to which: the scheme's pattern, padding and branches.
+
+        Shape: ``(B or 1, 1 or V, L, L)``.
+        """
+        count = layout.num_variants if layout.level is not None else 1
+        parts = []
+        for variant in range(count):
+            level = None if layout.level is None else layout.level[variant][None]
+            parts.append(replace(layout, level=level, layer_variant=None).dense_mask())
+        allowed = torch.cat(parts, dim=1) | torch.diag_embed(~layout.mask)[:, None]
+        if branch is not None:
+            branch = branch.to(allowed.device)
+            branch = branch[None] if branch.dim() == 1 else branch
+            own = (branch[:, None] == 0) | (branch[:, :, None] == branch[:, None])
+            allowed = allowed & own[:, None]
+        return allowed
+
+    @torch.no_grad()
+    def generate(
+        self,
+        tokens: Tensor,
+        pixels: Sequence[Tensor],
+        segments: Sequence[Sequence[Segment]],
+        *,
+        max_new_tokens: int,
+        end_token: int | None = None,
+        cached: bool = True,
+    ) -> Tensor:
+        """Greedy answers of a batch of rows of one length; after ``end_token`` a row repeats it.
+
+        Args:
+            tokens: prompts.
+            pixels: see :meth:`see`.
+            segments: what the rows are made of (one row stands for all).
+            max_new_tokens: tokens of an answer.
+            end_token: token that ends an answer.
+            cached: keep keys and values; ``False`` computes everything anew for every token (the plain form).
+
+        Shape:
+            tokens ``(B, L)``; returns ``(B, new tokens)``.
+        """
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens: expected 1 or more, got {max_new_tokens}")
+        layout = self.layout(segments)
+        if not bool(layout.mask.all()):
+            raise ValueError("segments: generate() takes rows of one length; call it for each length")
+        if len(layout.kind) == 1:
+            layout = layout.rows(torch.zeros(len(tokens), dtype=torch.long, device=layout.kind.device))
+        visual = self.see(pixels)
+        x = self.embed(tokens, visual, layout)
+        cache = require("transformers", "vlm").DynamicCache() if cached else None
+        hidden = self.decoder(x, layout, self.pattern(layout), cache)[:, -1]
+        out: list[Tensor] = []
+        ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for _ in range(max_new_tokens):
+            word = self.choose(self.logits(hidden))
+            if end_token is not None:
+                word = torch.where(ended, end_token, word)
+                ended = ended | (word == end_token)
+            out.append(word)
+            if len(out) == max_new_tokens or bool(ended.all()):
+                break
+            before = layout.kind.shape[1]
+            layout = layout.extend([[Text(1)]] * len(tokens))
+            new = self.decoder.embedding(word)[:, None].to(x.dtype)
+            if cache is None:
+                x = torch.cat([x, new], dim=1)
+                hidden = self.decoder(x, layout, self.pattern(layout))[:, -1]
+            else:
+                allowed = layout.mask[:, None, None, :]
+                hidden = self.decoder(new, layout.slots(before, before + 1), allowed, cache)[:, -1]
+        return torch.stack(out, dim=1)
+
+
+def _to(layout: PositionLayout, device: torch.device) -> PositionLayout:
+    moved = {
+        name: value.to(device)
+        for name in ("ids", "kind", "block", "cursor", "level", "sequence")
+        if (value := getattr(layout, name)) is not None
+    }
+    return replace(layout, **moved)
+
+
+def tile_image(image: Tensor, side: int, *, max_tiles: int = 12, cell: int = 8) -> tuple[Tensor, Tiles | Image]:
+    """Cut a large image into square tiles of one size and put a thumbnail behind them, as LLaVA-NeXT and InternVL do.
+
+    The grid is the one of at most ``max_tiles`` tiles whose form is nearest to that of the image, of those the one
+    with the area nearest to it.
+
+    Args:
+        image: the image.
+        side: pixels of a tile.
+        max_tiles: most tiles.
+        cell: pixels of a visual token.
+
+    Shape:
+        image ``(C, H, W)``; returns ``(tiles + 1, C, side, side)`` and the segment, or the one tile that is the whole
+        image.
+
+    Example:
+        >>> tiles, segment = tile_image(torch.zeros(1, 32, 64), 32)
+        >>> tiles.shape, segment
+        (torch.Size([3, 1, 32, 32]), Tiles(tile_rows=1, tile_cols=2, side=4, thumbnail=True, step=None))
+    """
+    if image.dim() != 3 or side % cell or side < cell or max_tiles < 1:
+        raise ValueError(
+            f"image, side: expected (C, H, W), a multiple of {cell} pixels and at least one tile, got "
+            f"{tuple(image.shape)}, {side} and max_tiles {max_tiles}"
+        )
+    height, width = image.shape[-2:]
+    grids = [(r, c) for r in range(1, max_tiles + 1) for c in range(1, max_tiles + 1) if r * c <= max_tiles]
+    form = lambda grid: abs(torch.tensor(grid[0] * width / (grid[1] * height)).log().item())  # noqa: E731
+    area = lambda grid: abs(torch.tensor(grid[0] * grid[1] * side**2 / (height * width)).log().item())  # noqa: E731
+    rows, cols = min(grids, key=lambda grid: (round(form(grid), 6), area(grid)))
+    whole = _fit(image, side, side)
+    if rows * cols == 1:
+        return whole[None], Image(side // cell, side // cell)
+    large = _fit(image, rows * side, cols * side)
+    tiles = large.unflatten(1, (rows, side)).unflatten(3, (cols, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    return torch.cat([tiles, whole[None]]), Tiles(rows, cols, side // cell)
+
+
+def _fit(image: Tensor, height: int, width: int) -> Tensor:
+    if image.shape[-2:] == (height, width):
+        return image
+    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True, align_corners=False)[0]
+
+
+def create_tower(
+    encoding: Any, *, in_chans: int, train_grid: Sequence[int], patch_size: int = 4, **options: Any
+) -> Tower:
+    """The vision tower: a micro ViT (or a timm ViT by ``name``) for images of ``train_grid`` patches."""
+    name = options.pop("name", "vit_micro")
+    sizes = tuple(side * patch_size for side in train_grid)
+    vit = create_vit(
+        name, encoding=encoding, image_size=sizes, patch_size=patch_size, in_chans=in_chans, num_classes=0, **options
+    )
+    return Tower(vit)
+
+
+def create_dense_tower(
+    *,
+    encoding: Any = "rope_mixed",
+    in_chans: int = 1,
+    num_classes: int = 10,
+    train_grid: Sequence[int] = (12, 16),
+    tower: Mapping[str, Any] | None = None,
+) -> DenseTower:
+    """A tower that learns what lies where, before it becomes part of a :class:`Vlm`."""
+    made = create_tower(encoding, in_chans=in_chans, train_grid=train_grid, **dict(tower or {}))
+    model = DenseTower(made, num_classes)
+    _initialise(model.dense)
+    return model
+
+
+def create_vlm(
+    *,
+    vocabulary: int,
+    image_token: int,
+    scheme: str | Scheme = "mrope_interleave",
+    encoding: Any = "rope_mixed",
+    visual_encoding: Any = None,
+    in_chans: int = 1,
+    train_grid: Sequence[int] = (12, 16),
+    tower: Mapping[str, Any] | None = None,
+    decoder: Mapping[str, Any] | None = None,
+    theta: float = 1_000.0,
+    sections: Sequence[int] | None = None,
+    scheme_options: Mapping[str, Any] | None = None,
+    ordered: Sequence[tuple[int, int]] = (),
+) -> Vlm:
+    """Build a small vision-language model.
+
+    The decoder starts with keys equal to queries, so that a token attends to what resembles it (mimetic initialisation,
+    arXiv 2305.09828, eq. 3), and words with an order start as sines of their place in it: without a language model to
+    start from, both save most of the training.
+
+    Args:
+        vocabulary: number of words.
+        image_token: token number that holds the place of visual tokens.
+        scheme: name of a scheme or a :class:`~mmpos.multimodal.Scheme`: how the decoder's tokens are placed.
+        encoding: position encoding of the tower: registry name, pair ``(name, options)``, or a list of these.
+        visual_encoding: an additive encoding of the visual tokens behind the projector, alike; ``None`` for none. With
+            it a visual token knows its own row and column, without it only the scheme tells them.
+        in_chans: image channels.
+        train_grid: patches of the training images of the tower.
+        tower: arguments of :func:`~mmpos.models.create_vit` (depth, embed_dim, patch_size ...).
+        decoder: arguments of ``transformers.LlamaConfig``; the default has 3 layers of width 128.
+        theta: base of the rotary ladder of the decoder.
+        sections: rotary pairs of each axis (heads of each for ``mhrope``); default those of the scheme.
+        scheme_options: choices of a named scheme to change.
+        ordered: (first token, count) of words that have an order, such as places and numbers.
+
+    Example:
+        >>> from mmpos.multimodal import Image, Text
+        >>> model = create_vlm(vocabulary=20, image_token=1, tower={"depth": 1}, decoder={"num_hidden_layers": 1})
+        >>> tokens = torch.tensor([[2, 1, 1, 1, 1, 7, 8]])
+        >>> model(tokens, [torch.zeros(1, 1, 1, 16, 16)], [[Text(1), Image(2, 2), Text(2)]]).shape
+        torch.Size([1, 7, 20])
+    """
+    if isinstance(scheme, str):
+        scheme = named_scheme(scheme, **dict(scheme_options or {}))
+    elif scheme_options:
+        scheme = replace(scheme, **dict(scheme_options))
+    config: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "initializer_range": 0.09,
+        "vocab_size": vocabulary,
+        **dict(decoder or {}),
+    }
+    made = create_tower(encoding, in_chans=in_chans, train_grid=train_grid, **dict(tower or {}))
+    language = Decoder(config, scheme, theta=theta, sections=sections)
+    width = int(config["hidden_size"])
+    places = None
+    if visual_encoding is not None:
+        grid = [side // MERGE for side in train_grid]
+        places = create_encoding(visual_encoding, width, 1, 1, train_grid=grid)
+    model = Vlm(made, Projector(made.width, width), language, image_token=image_token, places=places)
+    _initialise(model.projector)
+    language.initialise(ordered)
+    return model
+
+
+@torch.no_grad()
+def _initialise(module: nn.Module) -> None:
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_uniform_(part.weight)
+            nn.init.zeros_(part.bias)
