@@ -35,8 +35,9 @@ class SeqPEOptions:
     """Options of ``objective.name: seqpe``.
 
     Weights of the losses, ``pivots`` and their ``candidates``, ``cells`` of the grid whose similarities are compared,
-    the probability of a ``shift`` of the images, ``beta`` of :func:`mmpos.objectives.seqpe.transfer_loss`, and the
-    ``window`` of close candidates.
+    the probability of a ``shift`` of the images, ``beta`` of :func:`mmpos.objectives.seqpe.transfer_loss`, the
+    ``window`` of close candidates (default: the longest side of the training grid, as released), and the ``reach``:
+    coordinates below it are practised (default: all that the encoding writes, seven training grids as released).
     """
 
     contrastive: float = 0.1
@@ -46,7 +47,8 @@ class SeqPEOptions:
     cells: int = 64
     shift: float = 0.1
     beta: float = 1.0
-    window: int = 14
+    window: int | None = None
+    reach: int | None = None
 
 
 class SeqPEClassifier(Classifier):
@@ -79,6 +81,13 @@ class SeqPEClassifier(Classifier):
         vit: Any = model
         self.options = options
         self.grid = tuple(int(size) for size in vit.patch_embed.grid_size)
+        self.window = max(self.grid) if options.window is None else options.window
+        self.reach = encoding.max_index if options.reach is None else options.reach
+        if not max(self.grid) <= self.reach <= encoding.max_index:
+            raise ValueError(
+                f"objective.options.reach: expected {max(self.grid)} (the longest side of the grid) to "
+                f"{encoding.max_index} (encoding.options.max_index), got {self.reach}"
+            )
         # one encoder, reached by two names: kept out of the sub-modules, so that checkpoints hold it once
         self._encoding = (encoding,)
 
@@ -108,13 +117,13 @@ class SeqPEClassifier(Classifier):
     def moved_grid(self, device: torch.device) -> Positions:
         """The training grid somewhere else in the range of the digits."""
         positions = Positions.grid(*self.grid, num_prefix=self.encoding.num_prefix, device=device)
-        return positions.with_coords(positions.coords + random_shift(self.grid, self.encoding.max_index).to(device))
+        return positions.with_coords(positions.coords + random_shift(self.grid, self.reach).to(device))
 
     def order_loss(self, device: torch.device) -> Tensor:
         """Contrastive loss of random pivots."""
-        limit, options = self.encoding.max_index, self.options
+        limit, options = self.reach, self.options
         pivot = torch.randint(limit, (options.pivots, self.encoding.axes), device=device)
-        candidates = contrastive_candidates(pivot, options.candidates, limit, window=options.window)
+        candidates = contrastive_candidates(pivot, options.candidates, limit, window=self.window)
         vectors = self.encoding.vectors(torch.cat([pivot[:, None], candidates], dim=1))
         return contrastive_loss(vectors[:, 0], vectors[:, 1:], nearest_candidate(pivot, candidates))
 
@@ -122,7 +131,7 @@ class SeqPEClassifier(Classifier):
         """Transfer loss of random cells of the training grid under a random shift."""
         cells = Positions.grid(*self.grid, device=device).coords[0].long()
         cells = cells[torch.randperm(len(cells), device=device)[: self.options.cells]]
-        shift = random_shift(self.grid, self.encoding.max_index).to(device)
+        shift = random_shift(self.grid, self.reach).to(device)
         in_range, shifted = self.encoding.vectors(torch.stack([cells, cells + shift])).split(1)
         return transfer_loss(in_range, shifted, num_heads=self.heads, beta=self.options.beta)
 

@@ -87,6 +87,19 @@ def test_moved_steps_see_other_coordinates_and_skip_the_transfer_loss(small: Mak
     assert [name for name, _ in logged] == ["train/contrastive", "train/loss"]
 
 
+def test_practice_stays_within_reach(small: Make) -> None:
+    built, _, _ = module(small, "+objective.options.reach=6")
+    seen = []
+    original = built.encoding.vectors
+    built.encoding.vectors = lambda coords: seen.append(coords) or original(coords)  # type: ignore[method-assign]
+    for _ in range(30):
+        built.order_loss(torch.device("cpu"))
+        built.geometry_loss(torch.device("cpu"))
+    assert max(int(coords.max()) for coords in seen) == 5
+    assert max(float(built.moved_grid(torch.device("cpu")).coords.max()) for _ in range(30)) == 5
+    assert built.window == 4
+
+
 def original_grid() -> torch.Tensor:
     rows, columns = torch.meshgrid(torch.arange(4.0), torch.arange(4.0), indexing="ij")
     return torch.stack([rows, columns], -1).reshape(-1, 2)
@@ -138,6 +151,8 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
         ((*SEQPE, "+objective.options.contrastiv=0.2"), "contrastiv"),
         ((*SEQPE, "+objective.options.transfer=-1"), "0 or more"),
         ((*SEQPE, "+objective.options.cells=1"), "at least 2"),
+        ((*SEQPE, "+objective.options.reach=3"), "expected 4 .* to 100"),
+        ((*SEQPE, "+objective.options.reach=101"), "got 101"),
     ],
 )
 def test_wrong_options_are_errors(small: Make, overrides: tuple[str, ...], words: str) -> None:
