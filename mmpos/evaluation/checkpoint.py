@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmpos.evaluation.resolution import Evaluation, run_resolution
 
-__all__ = ["check_classes", "evaluate_checkpoint"]
+__all__ = ["check_classes", "checkpoint_model", "evaluate_checkpoint"]
 
 
 def evaluate_checkpoint(
@@ -41,6 +41,36 @@ def evaluate_checkpoint(
         model_options: arguments of the model's constructor.
         evaluation: further arguments of :func:`~mmpos.evaluation.resolution.run_resolution`.
     """
+    vit = checkpoint_model(
+        path,
+        model=model,
+        data=data,
+        encoding=encoding,
+        encoding_options=encoding_options,
+        model_options=model_options,
+    )
+    name = (
+        "own"
+        if encoding is None
+        else encoding
+        if isinstance(encoding, str)
+        else "+".join(e if isinstance(e, str) else e[0] for e in encoding)
+    )
+    return run_resolution(vit, data, sizes, encoding_name=name, output_dir=output_dir, **evaluation)
+
+
+def checkpoint_model(
+    path: str | Path,
+    *,
+    model: str,
+    data: Any,
+    encoding: Any = None,
+    encoding_options: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, Any] | None = None,
+) -> nn.Module:
+    """The timm model a checkpoint belongs to, with its weights; the arguments are those of
+    :func:`evaluate_checkpoint`.
+    """
     from mmpos.evaluation.weights import load_state, model_state, read_checkpoint
 
     state = model_state(read_checkpoint(path))
@@ -64,14 +94,7 @@ def evaluate_checkpoint(
         vit = _timm_model(model, {**common, "img_size": data.image_size, **dict(model_options or {})})
     check_classes(state, data, path)
     load_state(vit, state, path)
-    name = (
-        "own"
-        if encoding is None
-        else encoding
-        if isinstance(encoding, str)
-        else "+".join(e if isinstance(e, str) else e[0] for e in encoding)
-    )
-    return run_resolution(vit, data, sizes, encoding_name=name, output_dir=output_dir, **evaluation)
+    return vit
 
 
 def _timm_model(name: str, arguments: dict[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from mmpos.evaluation.document import DPI, Document
 from mmpos.evaluation.figures import MARKERS, rule_colours, style_axis
 from mmpos.evaluation.points import POINT_COLUMNS
 from mmpos.evaluation.results import Row, read_results
+from mmpos.evaluation.shift import SHIFT_COLUMNS
 from mmpos.evaluation.three_cell import THREE_CELL_COLUMNS
 from mmpos.plotting import PALETTE, new_figure
 
@@ -32,6 +33,7 @@ _TESTS = {  # every other evaluation: image sizes
     "frames": "frame counts",
     "three_cell": "questions on three cells",
     "points": "frames of point clouds",
+    "shift": "shifts",
 }
 
 
@@ -174,12 +176,16 @@ def compare_study(folder: str | Path, *, size: int | None = None) -> str:
 
 
 def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
-    tests = {_TESTS.get(run.settings.get("evaluation.name", ""), "image sizes") for run in runs}
+    tests = {_test(run) for run in runs}
     if len(tests) > 1:
         raise ValueError(f"folders: some runs were tested at {', others at '.join(sorted(tests))}; compare them apart")
     test = tests.pop()
     unit = {_TESTS["frames"]: "frames", _TESTS["points"]: "points"}.get(test, "px")
-    columns = {_TESTS["three_cell"]: THREE_CELL_COLUMNS, _TESTS["points"]: POINT_COLUMNS}.get(test, {})
+    columns = {
+        _TESTS["three_cell"]: THREE_CELL_COLUMNS,
+        _TESTS["points"]: POINT_COLUMNS,
+        _TESTS["shift"]: SHIFT_COLUMNS,
+    }.get(test, {})
     labels = _labels(runs)
     gathered: dict[tuple[str, int, str, str], list[Row]] = {}
     for run, label in zip(runs, labels, strict=True):
@@ -214,6 +220,13 @@ def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
     )
     out.labels.extend(sorted(dict.fromkeys(labels), key=lambda label: (-out.best(label, out.sort_size), label)))
     return out
+
+
+def _test(run: Run) -> str:
+    """What a run was tested at; its table tells where it has no settings."""
+    if any(row.metric == SHIFT_COLUMNS["circular, same answer"] for row in run.rows):
+        return _TESTS["shift"]
+    return _TESTS.get(run.settings.get("evaluation.name", ""), "image sizes")
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
@@ -339,6 +352,12 @@ def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], t
         )
         if first == "average":
             reading += " average is the mean of the columns before it."
+        if comparison.columns is SHIFT_COLUMNS:
+            lead = f"{len(runs)} runs in {groups} groups, on shifted images. Best accuracy on unshifted ones first."
+            reading += (
+                " Same answer is the part of images that get the answer they get unshifted, a mean over all shifts; "
+                "always the same, the part whose answer no shift changes."
+            )
     document = Document(title, lead)
     document.heading("Accuracy")
     document.figure(

@@ -186,10 +186,12 @@ def default_sizes(train_size: int) -> list[int]:
 
 
 def patch_size(model: nn.Module) -> tuple[int, int]:
-    """Patch height and width of a model."""
-    size: Any = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    """Patch height and width of a model; other than a ViT states them as ``patch_size``."""
+    size: Any = getattr(getattr(model, "patch_embed", model), "patch_size", None)
     if size is None:
-        raise ValueError(f"model: expected a ViT with patch_embed.patch_size, got {type(model).__name__}")
+        raise ValueError(
+            f"model: expected a ViT with patch_embed.patch_size, or a model with patch_size, got {type(model).__name__}"
+        )
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
@@ -343,7 +345,7 @@ class _ModelAtSize:
 
     def __call__(self, used: tuple[int, int]) -> nn.Module:
         model = self.model
-        fixed = getattr(model.patch_embed, "img_size", None)
+        fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
         if fixed is None or tuple(fixed) == used or getattr(model, "dynamic_img_size", True):
             return model
         model = copy.deepcopy(model)

@@ -180,8 +180,12 @@ def evaluate_run(config: Mapping[str, Any], folder: Path, changed: Mapping[str, 
             if changed is None
             else f"run: {config['run']} has no checkpoint yet; continue it with python train.py resume={config['run']}"
         )
+    source = {**source, "evaluation": config["evaluation"]}
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.yaml").exists():  # a comparison tells runs apart by their settings
+        (folder / "config.yaml").write_text(yaml.safe_dump(dict(source), sort_keys=False))
     evaluate(
-        {**source, "evaluation": config["evaluation"]},
+        source,
         build_data(source),
         Path(checkpoint),
         folder,

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,30 @@ def _settings(summary: dict[str, Any]) -> list[str]:
 
 def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     """Markdown: accuracy by size and rule, mean and standard deviation over seeds, and what it took."""
-    table = _by_question(runs) if runs[0][1].get("evaluation") == "three_cell" else _by_size(runs)
+    columns = _columns(runs[0][1].get("evaluation"))
+    table = _by_question(runs, columns) if columns else _by_size(runs)
     return "\n".join([*table, "", *_circumstances(recipe, runs), ""])
 
 
-def _by_question(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
-    """A row for each encoding, best average first; a column for each kind of question."""
+def _columns(evaluation: str | None) -> Mapping[str, str]:
+    """Headings and metrics of an evaluation whose table has a column for each question; else empty."""
+    from mmpos.evaluation.shift import SHIFT_COLUMNS
     from mmpos.evaluation.three_cell import THREE_CELL_COLUMNS
 
+    return {"three_cell": THREE_CELL_COLUMNS, "shift": SHIFT_COLUMNS}.get(evaluation or "", {})
+
+
+def _by_question(runs: Sequence[tuple[Path, dict[str, Any]]], columns: Mapping[str, str]) -> list[str]:
+    """A row for each encoding, best accuracy first; a column for each kind of question."""
     values: dict[tuple[str, str], list[float]] = {}
     for folder, _ in runs:
         for row in _rows(folder):
             values.setdefault((row["encoding"], row["metric"]), []).append(float(row["value"]))
     found = dict.fromkeys(encoding for encoding, _ in values)
     order = sorted(found, key=lambda name: -statistics.fmean(values.get((name, "accuracy"), [0.0])))
-    lines = [f"| encoding | {' | '.join(THREE_CELL_COLUMNS)} |", f"|---|{'---|' * len(THREE_CELL_COLUMNS)}"]
+    lines = [f"| encoding | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for encoding in order:
-        cells = [_cell(values.get((encoding, metric), [])) for metric in THREE_CELL_COLUMNS.values()]
+        cells = [_cell(values.get((encoding, metric), [])) for metric in columns.values()]
         lines.append(f"| {encoding} | {' | '.join(cells)} |")
     return lines
 
