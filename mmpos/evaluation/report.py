@@ -68,7 +68,7 @@ def write_report(
     document.heading("The encoding")
     if stack is None:
         document.paragraph(
-            "The model carries the position encoding it was built with; none of this package is attached."
+            "The model carries the position encoding it was built with, which has no resolution rules."
         )
     else:
         grid = stack.encodings_of(0)[0].train_grid or tuple(

@@ -9,7 +9,8 @@ for the behaviour of the reference.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from mmpos.positions import Positions
 __all__ = ["CSWin", "CSWinBlock", "CrossShapedAttention", "StripeAttention"]
 
 PADDED_KEYS = ("mask", "attend")
+ENCODINGS = ("lepe", "none")
 
 
 class StripeAttention(nn.Module):
@@ -35,18 +37,28 @@ class StripeAttention(nn.Module):
         stripe: ``(None, w)``: full height and ``w`` columns; ``(h, None)``: ``h`` rows and full width; ``(None,
             None)``: everything.
         padded_keys: whether cells added to fill the last stripe are masked or ``attend`` with logit 0 and value 0.
+        encoding: ``lepe``, or ``none`` to see what it brings; or a pair of the name and its options.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, stripe: tuple[int | None, int | None], *, padded_keys: str = "mask"
+        self,
+        dim: int,
+        num_heads: int,
+        stripe: tuple[int | None, int | None],
+        *,
+        padded_keys: str = "mask",
+        encoding: str | tuple[str, Mapping[str, Any]] = "lepe",
     ) -> None:
         super().__init__()
+        name, options = (encoding, {}) if isinstance(encoding, str) else encoding
+        if name not in ENCODINGS:
+            raise ValueError(f"encoding: the stripes of CSWin take one of {', '.join(ENCODINGS)}, got {name!r}")
         if padded_keys not in PADDED_KEYS:
             raise ValueError(f"padded_keys: expected one of {PADDED_KEYS}, got {padded_keys!r}")
         self.num_heads = num_heads
         self.stripe = stripe
         self.padded_keys = padded_keys
-        self.encoding = create_encoding("lepe", dim, num_heads)
+        self.encoding = create_encoding(name, dim, num_heads, **options)
 
     def forward(self, qkv: Tensor, grid: Sequence[int]) -> Tensor:
         """Shape: qkv ``(3, B, N, C)``; returns ``(B, N, C)``."""
@@ -80,21 +92,21 @@ class CrossShapedAttention(nn.Module):
         dim: width ``D``.
         num_heads: heads, even unless global.
         split: stripe width; ``None`` for global attention (last stage).
-        padded_keys: see :class:`StripeAttention`.
+        stripes: ``padded_keys`` and ``encoding``, see :class:`StripeAttention`.
     """
 
-    def __init__(self, dim: int, num_heads: int, split: int | None, *, padded_keys: str = "mask") -> None:
+    def __init__(self, dim: int, num_heads: int, split: int | None, **stripes: Any) -> None:
         super().__init__()
         if split is not None and num_heads % 2:
             raise ValueError(f"num_heads: vertical and horizontal stripes need half of the heads each, got {num_heads}")
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
-        stripes: list[tuple[int | None, int | None]] = (
+        shapes: list[tuple[int | None, int | None]] = (
             [(None, None)] if split is None else [(None, split), (split, None)]
         )
-        count = len(stripes)
+        count = len(shapes)
         self.branches = nn.ModuleList(
-            StripeAttention(dim // count, num_heads // count, stripe, padded_keys=padded_keys) for stripe in stripes
+            StripeAttention(dim // count, num_heads // count, shape, **stripes) for shape in shapes
         )
 
     def forward(self, x: Tensor, grid: Sequence[int]) -> Tensor:
@@ -111,15 +123,13 @@ class CSWinBlock(nn.Module):
         num_heads: heads ``h``.
         split: stripe width, ``None`` for global attention.
         mlp_ratio: hidden width over ``D``.
-        padded_keys: see :class:`StripeAttention`.
+        stripes: ``padded_keys`` and ``encoding``, see :class:`StripeAttention`.
     """
 
-    def __init__(
-        self, dim: int, num_heads: int, split: int | None, *, mlp_ratio: float = 4.0, padded_keys: str = "mask"
-    ) -> None:
+    def __init__(self, dim: int, num_heads: int, split: int | None, *, mlp_ratio: float = 4.0, **stripes: Any) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.attn = CrossShapedAttention(dim, num_heads, split, padded_keys=padded_keys)
+        self.attn = CrossShapedAttention(dim, num_heads, split, **stripes)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = Mlp(dim, int(dim * mlp_ratio))
 
@@ -144,6 +154,7 @@ class CSWin(nn.Module):
         splits: stripe width per stage, ``None`` for global attention.
         patch: step of the first convolution; its size is ``2 patch - 1``.
         mlp_ratio: hidden width over width.
+        stripes: ``padded_keys`` and ``encoding``, see :class:`StripeAttention`.
 
     Example:
         >>> CSWin(10, in_chans=1)(torch.randn(2, 1, 28, 36)).shape
@@ -161,6 +172,7 @@ class CSWin(nn.Module):
         splits: Sequence[int | None] = (1, 2, None),
         patch: int = 2,
         mlp_ratio: float = 4.0,
+        **stripes: Any,
     ) -> None:
         super().__init__()
         if not len(depths) == len(heads) == len(splits):
@@ -168,11 +180,12 @@ class CSWin(nn.Module):
                 f"depths, heads, splits: expected equally many stages, got {tuple(depths)}, {tuple(heads)}, "
                 f"{tuple(splits)}"
             )
+        self.patch_size = (patch, patch)  # images of any size are read; evaluations ask for it
         self.stem = nn.Conv2d(in_chans, dim, 2 * patch - 1, patch, patch - 1)
         self.stem_norm = nn.LayerNorm(dim)
         self.depths = tuple(depths)
         self.blocks = nn.ModuleList(
-            CSWinBlock(dim * 2**stage, heads[stage], splits[stage], mlp_ratio=mlp_ratio)
+            CSWinBlock(dim * 2**stage, heads[stage], splits[stage], mlp_ratio=mlp_ratio, **stripes)
             for stage, depth in enumerate(depths)
             for _ in range(depth)
         )

@@ -24,6 +24,7 @@ from mmpos.config import (
     TrainerConfig,
     check_keys,
 )
+from mmpos.encodings import EncodingStack
 from mmpos.evaluation.weights import load_weights
 from mmpos.training.callbacks import Progress
 from mmpos.training.evaluations import EVALUATIONS
@@ -190,6 +191,24 @@ def build_points(config: Mapping[str, Any], data: Any) -> nn.Module:
     )
 
 
+def build_cswin(config: Mapping[str, Any], data: Any) -> nn.Module:
+    """CSWin for images of any size; its encoding acts inside its stripes."""
+    from mmpos.models.cswin import CSWin
+
+    model = config["model"]
+    if data.evaluation not in ("resolution", "three_cell"):
+        raise ValueError(
+            f"model.name: {model['name']!r} reads images, and {data.name} holds none; use data=mnist5k or another model"
+        )
+    specs = encoding_specs(config["encoding"])
+    if len(specs) > 1:
+        raise ValueError(f"encoding.name: {model['name']!r} takes lepe or none, got {config['encoding']['name']!r}")
+    patch = {} if model.get("patch_size") is None else {"patch": model["patch_size"]}
+    return CSWin(
+        data.num_classes, in_chans=data.in_chans, encoding=specs[0], **patch, **dict(model.get("options") or {})
+    )
+
+
 def build_vlm(config: Mapping[str, Any], data: Any) -> nn.Module:
     """A small vision-language model, or its tower with an output for each cell."""
     from mmpos.models.vlm import create_dense_tower, create_vlm
@@ -224,6 +243,7 @@ def _with_places(options: dict[str, Any]) -> dict[str, Any]:
 #: models with a builder of their own, by ``model.name``; every other name is ``vit_micro`` or a ViT of timm
 MODELS: dict[str, Callable[[Mapping[str, Any], Any], nn.Module]] = {
     "point_micro": build_points,
+    "cswin_micro": build_cswin,
     "vlm_micro": build_vlm,
     "vlm_tower": build_vlm,
 }
@@ -253,7 +273,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 def describe(config: Mapping[str, Any], data: Any, model: nn.Module) -> str:
     """One line on what is about to train."""
     total = sum(p.numel() for p in model.parameters())
-    own = sum(p.numel() for name, p in model.named_parameters() if name.startswith("position_encoding."))
+    stacks = [module for module in model.modules() if isinstance(module, EncodingStack)]
+    own = sum(p.numel() for p in {p for stack in stacks for p in stack.parameters()})
     facts = data.facts()
     samples = facts.get("training clips") or facts.get("training clouds") or f"{data.image_size} px"
     return (

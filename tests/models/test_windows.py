@@ -302,3 +302,59 @@ def test_a_layer_of_a_larger_stack_and_errors():
         ours(*x, key_padding_mask=torch.zeros(2, 6).bool())
     with pytest.raises(ValueError, match="expected 8 tokens"):
         pair(True, create_encoding("irpe", DIM, 2))[1](*x, positions=Positions.grid(2, 4))
+
+
+# -- CSWin as a model of recipes --------------------------------------------------------------------------------------
+
+
+def test_cswin_by_configuration_with_and_without_lepe():
+    from mmpos.config import compose
+    from mmpos.data import create_data
+    from mmpos.training.build import build_model, check_config, describe
+    from mmpos.training.optim import no_weight_decay_names
+
+    data = create_data("fake", image_size=28, in_chans=1)
+    config = compose(["model=cswin_micro", "encoding=lepe", "data=fake", "data.image_size=28"])
+    check_config(config)
+    model = build_model(config, data)
+    total = sum(p.numel() for p in model.parameters())
+    lepe = sum(p.numel() for name, p in model.named_parameters() if ".encoding." in name)
+    assert 600_000 < total < 800_000
+    # ten numbers a channel: 36 in the first block, twice 72 and 144 after it
+    assert lepe == 10 * (36 + 2 * 72 + 2 * 144)
+    assert f"{total:,} parameters, {lepe:,} of them positions" in describe(config, data, model)
+    spared = no_weight_decay_names(model)
+    assert {name for name, _ in model.named_parameters() if ".encoding." in name} <= spared
+    for size in ((28, 28), (42, 30), (9, 13)):
+        assert model(torch.zeros(2, 1, *size)).shape == (2, 4)
+    bare = build_model(compose(["model=cswin_micro", "encoding=none", "data=fake"]), data)
+    assert sum(p.numel() for p in bare.parameters()) == total - lepe
+
+
+def test_cswin_takes_no_other_encoding_and_no_other_data():
+    from mmpos.config import compose
+    from mmpos.data import create_data
+    from mmpos.training.build import build_model
+
+    data = create_data("fake")
+    with pytest.raises(ValueError, match="the stripes of CSWin take one of lepe, none, got 'rope_mixed'"):
+        build_model(compose(["model=cswin_micro", "encoding=rope_mixed", "data=fake"]), data)
+    with pytest.raises(ValueError, match="'cswin_micro' takes lepe or none"):
+        build_model(compose(["model=cswin_micro", "encoding=learned_rope_mixed", "data=fake"]), data)
+    data.evaluation = "points"
+    with pytest.raises(ValueError, match="'cswin_micro' reads images, and fake holds none"):
+        build_model(compose(["model=cswin_micro", "encoding=lepe", "data=fake"]), data)
+
+
+def test_cswin_is_evaluated_at_other_sizes_and_shifts(tmp_path):
+    pytest.importorskip("matplotlib")
+    from mmpos.data import create_data
+    from mmpos.evaluation import run_resolution, run_shift
+
+    data = create_data("fake", image_size=12, in_chans=1, test_count=8)
+    model = CSWin(4, in_chans=1, dim=8, depths=(1, 1), heads=(2, 2), splits=(1, None))
+    result = run_resolution(model, data, [12, 18], encoding_name="lepe", output_dir=tmp_path / "a", progress=False)
+    assert result.rules == ["own"]
+    assert {row.size for row in result.rows if row.metric == "accuracy"} == {12, 18}
+    shifted = run_shift(model, data, encoding_name="lepe", output_dir=tmp_path / "b", progress=False)
+    assert shifted.shifts == [1, 2]
