@@ -29,9 +29,9 @@ MAX_NUMBER = 16
 DIRECTIONS = ("left-of", "right-of", "above", "below")
 #: what is asked about a row of each kind
 QUESTIONS = {
-    "image": (*["where"] * 3, *["direction"] * 3, *["count"] * 2),
-    "images": ("which image", "which image", "in image", "in image"),
-    "video": ("which frame", "which frame", "follows", "follows"),
+    "image": (*["where"] * 4, *["direction"] * 2, *["count"] * 2),
+    "images": (*["which image"] * 3, *["in image"] * 3),
+    "video": (*["which frame"] * 3, *["follows"] * 3),
 }
 _MARGIN = 3.0  # pixels by which the answer to a question about directions has to be clear
 _VAL, _TEST = 1_000_003, 2_000_003  # seeds: validation and test scenes do not depend on that of a run
@@ -275,11 +275,7 @@ class MnistGrounding(ImageData):
         """Canvases of rows of one form, one after the other, with what lies in their cells."""
         canvases = [c for seed in seeds for c in self.canvases(split, shape, np.random.default_rng(seed))]
         pixels = torch.from_numpy(np.stack([canvas.pixels for canvas in canvases]))[:, None].float() / 255
-        none = len(self.objects)
-        targets = [
-            dense_targets([(d.label, d.box) for d in canvas.digits], shape.rows, shape.cols, CELL, none)
-            for canvas in canvases
-        ]
+        targets = [self._targets(canvas, shape) for canvas in canvases]
         labels, edges = (torch.stack(part) for part in zip(*targets, strict=True))
         return DenseBatch((pixels - self.mean[0]) / self.std[0], labels, edges)
 
@@ -305,7 +301,17 @@ class MnistGrounding(ImageData):
         asked = [[question[:3] for question in row[1]] for row in rows]
         batch = assemble(self.vocabulary, parts, blocks, asked, prompts=prompts, boxes=boxes)
         batch.places = self.places
+        batch.names = torch.stack([self._names(row[0], shape) for row in rows])
         return batch
+
+    def _targets(self, canvas: Canvas, shape: Shape) -> tuple[Tensor, Tensor]:
+        digits = [(digit.label, digit.box) for digit in canvas.digits]
+        return dense_targets(digits, shape.rows, shape.cols, CELL, len(self.objects))
+
+    def _names(self, canvases: Sequence[Canvas], shape: Shape) -> Tensor:
+        """Words of what lies in the cells of a row. Shape: ``(visual tokens,)``."""
+        labels = torch.cat([self._targets(canvas, shape)[0] for canvas in canvases])
+        return torch.tensor(self.object_words)[labels]
 
     def canvases(self, split: str, shape: Shape, draw: np.random.Generator) -> list[Canvas]:
         """What one row shows."""

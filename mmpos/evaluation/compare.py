@@ -20,6 +20,7 @@ from mmpos.evaluation.points import POINT_COLUMNS
 from mmpos.evaluation.results import Row, read_results
 from mmpos.evaluation.shift import SHIFT_COLUMNS
 from mmpos.evaluation.three_cell import THREE_CELL_COLUMNS
+from mmpos.evaluation.vlm import vlm_columns
 from mmpos.plotting import PALETTE, new_figure
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _TESTS = {  # every other evaluation: image sizes
     "frames": "frame counts",
     "three_cell": "questions on three cells",
     "points": "frames of point clouds",
+    "vlm": "questions about images",
     "shift": "shifts",
 }
 
@@ -200,6 +202,8 @@ def _merge(runs: Sequence[Run], size: int | None) -> Comparison:
         )
         for key, rows in gathered.items()
     }
+    if test == _TESTS["vlm"]:
+        columns = vlm_columns(list(dict.fromkeys(key[3] for key in cells)))
     sizes = sorted({key[1] for key in cells if key[3] == "accuracy"})
     if not sizes:
         raise ValueError("folders: the results hold no accuracy")
@@ -352,6 +356,8 @@ def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], t
         )
         if first == "average":
             reading += " average is the mean of the columns before it."
+        if any(metric.startswith("beyond_") for metric in comparison.columns.values()):
+            reading += " Columns with * are forms larger or longer than in training."
         if comparison.columns is SHIFT_COLUMNS:
             lead = f"{len(runs)} runs in {groups} groups, on shifted images. Best accuracy on unshifted ones first."
             reading += (

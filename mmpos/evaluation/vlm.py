@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from mmpos.data.vlm import VlmBatch
 
-__all__ = ["VlmEvaluation", "run_vlm", "vlm_figure"]
+__all__ = ["VlmEvaluation", "run_vlm", "vlm_columns", "vlm_figure"]
 
 _EXAMPLES = 6
 
@@ -58,8 +58,9 @@ class VlmEvaluation:
 
     def kinds(self) -> list[str]:
         """Kinds of question, in order."""
-        found = dict.fromkeys(row.metric for row in self.rows if row.metric.endswith("_accuracy"))
-        return [metric.removesuffix("_accuracy") for metric in found]
+        found = dict.fromkeys(row.metric for row in self.rows if row.coordinates in self.forms)
+        kinds = [metric.removesuffix("_accuracy") for metric in found if metric.endswith("_accuracy")]
+        return [kind for kind in kinds if kind != "all"]
 
 
 def run_vlm(
@@ -128,6 +129,7 @@ def run_vlm(
                 )
     finally:
         model.train(training)
+    rows += _summary(rows, scheme, {form.name: form.tokens for form in data.shapes})
     write_results(folder / "results.csv", rows)
     result = VlmEvaluation(folder, scheme, rows, tuple(form.name for form in forms), trained)
     _write_report(result, model, data, examples, encoding_name=encoding_name, config=config, command=command)
@@ -162,8 +164,37 @@ def _answers(
                 overlap = overlaps(batch, answers, which)
                 if overlap is not None:
                     parts.setdefault(f"{metric}_iou", []).append(overlap.cpu())
-            parts.setdefault("accuracy", []).append(right.flatten())
+            parts.setdefault("all_accuracy", []).append(right.flatten())
     return {metric: torch.cat(values) for metric, values in parts.items()}, seconds
+
+
+def _summary(rows: Sequence[Row], scheme: str, trained: Mapping[str, int]) -> list[Row]:
+    """Means over the tested forms of training and over those beyond, by kind of question, and over all of training."""
+    size = max(trained.values())
+    out = []
+    for name, inside in (("trained", True), ("beyond", False)):
+        found: dict[str, list[Row]] = {}
+        for row in rows:
+            if row.metric.endswith("_accuracy") and (row.coordinates in trained) is inside:
+                found.setdefault(row.metric, []).append(row)
+        for metric, of_metric in found.items():
+            mean = sum(row.value for row in of_metric) / len(of_metric)
+            label = "accuracy" if (metric, inside) == ("all_accuracy", True) else f"{name}_{metric}"
+            out.append(Row(scheme, size, name, label, mean, n=sum(row.n or 0 for row in of_metric)))
+    return out
+
+
+def vlm_columns(metrics: Sequence[str]) -> dict[str, str]:
+    """Columns of a table over schemes: each kind of question in training and beyond, as far as it was tested."""
+    kinds = [metric.removeprefix("trained_") for metric in metrics if metric.startswith("trained_")]
+    kinds += [metric.removeprefix("beyond_") for metric in metrics if metric.startswith("beyond_")]
+    out = {"all": "accuracy"}
+    for kind in dict.fromkeys(kinds):
+        name = kind.removesuffix("_accuracy").replace("_", " ")
+        for metric, column in ((f"trained_{kind}", name), (f"beyond_{kind}", f"{name} *")):
+            if metric in metrics:
+                out[column] = metric
+    return out
 
 
 def _said(row: Row) -> str:

@@ -276,8 +276,13 @@ class Vlm(nn.Module):
         Shape:
             Returns ``(visual tokens, D)``.
         """
+        return self.see_twice(pixels)[1]
+
+    def see_twice(self, pixels: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """As :meth:`see`, before and after places are added. Shape: ``(visual tokens, D)`` twice."""
         if not pixels:
-            return self.decoder.embedding.weight.new_zeros(0, self.decoder.embedding.embedding_dim)
+            none = self.decoder.embedding.weight.new_zeros(0, self.decoder.embedding.embedding_dim)
+            return none, none
         dims = {block.dim() for block in pixels}
         if len(dims) > 1 or not dims <= {4, 5}:
             raise ValueError(
@@ -286,19 +291,24 @@ class Vlm(nn.Module):
             )
         of_all = dims == {5}
         flat = [block.flatten(0, 1) if of_all else block for block in pixels]
-        seen: list[Tensor] = [flat[0]] * len(flat)
+        parts: list[tuple[Tensor, Tensor]] = [(flat[0], flat[0])] * len(flat)
         for size in dict.fromkeys(block.shape[-2:] for block in flat):
             mine = [number for number, block in enumerate(flat) if block.shape[-2:] == size]
-            features = self.project(torch.cat([flat[number] for number in mine]))
+            plain = self.project(torch.cat([flat[number] for number in mine]))
+            placed = plain
             if self.places is not None:
-                features = self.places.add_to_tokens(features, Positions.grid(*self.tower.grid(*size)))
-            parts = features.split([len(flat[number]) for number in mine])
-            for number, part in zip(mine, parts, strict=True):
-                seen[number] = part
-        if of_all:
+                placed = self.places.add_to_tokens(plain, Positions.grid(*self.tower.grid(*size)))
+            counts = [len(flat[number]) for number in mine]
+            for number, *both in zip(mine, plain.split(counts), placed.split(counts), strict=True):
+                parts[number] = (both[0], both[1])
+
+        def joined(seen: Sequence[Tensor]) -> Tensor:
+            if not of_all:
+                return torch.cat([part.flatten(0, 1) for part in seen])
             rows = len(pixels[0])
             return torch.cat([part.reshape(rows, -1, part.shape[-1]) for part in seen], dim=1).flatten(0, 1)
-        return torch.cat([part.flatten(0, 1) for part in seen])
+
+        return joined([plain for plain, _ in parts]), joined([placed for _, placed in parts])
 
     def embed(self, tokens: Tensor, visual: Tensor, layout: PositionLayout) -> Tensor:
         """Words and visual tokens in one sequence.
@@ -551,7 +561,7 @@ def create_vlm(
         in_chans: image channels.
         train_grid: patches of the training images of the tower.
         tower: arguments of :func:`~mmpos.models.create_vit` (depth, embed_dim, patch_size ...).
-        decoder: arguments of ``transformers.LlamaConfig``; the default has 3 layers of width 128.
+        decoder: arguments of ``transformers.LlamaConfig``; the default has 4 layers of width 128.
         theta: base of the rotary ladder of the decoder.
         sections: rotary pairs of each axis (heads of each for ``mhrope``); default those of the scheme.
         scheme_options: choices of a named scheme to change.
@@ -571,7 +581,7 @@ def create_vlm(
     config: dict[str, Any] = {
         "hidden_size": 128,
         "intermediate_size": 256,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "initializer_range": 0.09,

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import platform
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,24 +100,36 @@ def _rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+#: what a table with a row for each value of it may differ in, by evaluation
+_SWEPT = {"three_cell": "encoding=", "vlm": "model.options.scheme="}
+
+
 def _settings(summary: dict[str, Any]) -> list[str]:
-    """What the user changed, apart from the encoding where a table has a row for each."""
-    sweeps = summary.get("evaluation") == "three_cell"
-    return [text for text in summary.get("overrides", ()) if not (sweeps and text.startswith("encoding="))]
+    """What the user changed, apart from what a table has a row for, and from where finished stages were taken."""
+    swept = _SWEPT.get(summary.get("evaluation") or "", "\0")
+    given = [text.lstrip("+") for text in summary.get("overrides", ())]
+    return [text for text in given if not text.startswith(swept) and not re.match(r"stages\.\w+\.run=", text)]
 
 
 def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
     """Markdown: accuracy by size and rule, mean and standard deviation over seeds, and what it took."""
-    columns = _columns(runs[0][1].get("evaluation"))
-    table = _by_question(runs, columns) if columns else _by_size(runs)
+    evaluation = runs[0][1].get("evaluation")
+    if evaluation == "vlm" and len({row["encoding"] for folder, _ in runs for row in _rows(folder)}) == 1:
+        table = _by_form(runs)
+    else:
+        columns = _columns(evaluation, runs)
+        table = _by_question(runs, columns) if columns else _by_size(runs)
     return "\n".join([*table, "", *_circumstances(recipe, runs), ""])
 
 
-def _columns(evaluation: str | None) -> Mapping[str, str]:
+def _columns(evaluation: str | None, runs: Sequence[tuple[Path, dict[str, Any]]]) -> Mapping[str, str]:
     """Headings and metrics of an evaluation whose table has a column for each question; else empty."""
     from mmpos.evaluation.shift import SHIFT_COLUMNS
     from mmpos.evaluation.three_cell import THREE_CELL_COLUMNS
+    from mmpos.evaluation.vlm import vlm_columns
 
+    if evaluation == "vlm":
+        return vlm_columns(list(dict.fromkeys(row["metric"] for folder, _ in runs for row in _rows(folder))))
     return {"three_cell": THREE_CELL_COLUMNS, "shift": SHIFT_COLUMNS}.get(evaluation or "", {})
 
 
@@ -132,6 +145,24 @@ def _by_question(runs: Sequence[tuple[Path, dict[str, Any]]], columns: Mapping[s
     for encoding in order:
         cells = [_cell(values.get((encoding, metric), [])) for metric in columns.values()]
         lines.append(f"| {encoding} | {' | '.join(cells)} |")
+    return lines
+
+
+def _by_form(runs: Sequence[tuple[Path, dict[str, Any]]]) -> list[str]:
+    """A row for each form of what is shown, a column for each kind of question."""
+    values: dict[tuple[str, str], list[float]] = {}
+    tokens: dict[str, str] = {}
+    for folder, _ in runs:
+        for row in _rows(folder):
+            if row["metric"].endswith("_accuracy") and row["coordinates"] not in ("trained", "beyond"):
+                values.setdefault((row["coordinates"], row["metric"]), []).append(float(row["value"]))
+                tokens[row["coordinates"]] = row["size"]
+    kinds = [kind for kind in dict.fromkeys(kind for _, kind in values) if kind != "all_accuracy"]
+    names = [kind.removesuffix("_accuracy").replace("_", " ") for kind in kinds]
+    lines = [f"| form | visual tokens | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for form, count in tokens.items():
+        cells = [_cell(values.get((form, kind), [])) for kind in kinds]
+        lines.append(f"| {form} | {count} | {' | '.join(cells)} |")
     return lines
 
 
@@ -169,6 +200,9 @@ def _circumstances(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> 
     encodings = list(dict.fromkeys(summary["encoding"] for summary in summaries))
     if summaries[0].get("evaluation") == "three_cell":
         overrides = " ".join([f"encoding={','.join(encodings)}", *_settings(summaries[0])])
+    schemes = list(dict.fromkeys(row["encoding"] for folder, _ in runs for row in _rows(folder)))
+    if summaries[0].get("evaluation") == "vlm" and len(schemes) > 1:
+        overrides = " ".join([f"model.options.scheme={','.join(schemes)}", *_settings(summaries[0])])
     sizes = sorted({summary["parameters"] for summary in summaries})
     parameters = " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1])))
     machines = ", ".join(sorted({summary.get("machine", "unknown machine") for summary in summaries}))

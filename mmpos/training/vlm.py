@@ -102,21 +102,38 @@ class AnswerModule(TrainingModule):
         kinds: kinds of question, for the accuracy of each.
         place_sigma: places next to the right one count too, by a Gaussian of this many places; 0 counts the right one
             alone.
+        name_weight: weight of the loss of :class:`NameModule`, where the data tell what lies in each visual token.
         common: arguments of :class:`TrainingModule`.
     """
 
-    def __init__(self, model: nn.Module, *, kinds: tuple[str, ...], place_sigma: float = 1.5, **common: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        kinds: tuple[str, ...],
+        place_sigma: float = 1.5,
+        name_weight: float = 1.0,
+        **common: Any,
+    ) -> None:
         super().__init__(model, **common)
-        if place_sigma < 0:
-            raise ValueError(f"objective.options.place_sigma: expected 0 or more places, got {place_sigma}")
+        if min(place_sigma, name_weight) < 0:
+            raise ValueError(
+                f"objective.options: expected place_sigma and name_weight of 0 or more, got {place_sigma} and "
+                f"{name_weight}"
+            )
         self.place_sigma = place_sigma
+        self.name_weight = name_weight
         self.accuracy = MeanMetric()
         self.kind_accuracy = nn.ModuleDict({kind.replace(" ", "_"): MeanMetric() for kind in kinds})
 
     def training_step(self, batch: VlmBatch, batch_idx: int) -> Tensor:
         """Loss of one batch."""
-        logits = self.model(batch.tokens, batch.pixels, [batch.segments], branch=batch.branch)
+        model: Any = self.model
+        plain, visual = model.see_twice(batch.pixels)
+        logits = model(batch.tokens, batch.pixels, [batch.segments], branch=batch.branch, visual=visual)
         loss = answer_loss(logits, batch.labels, batch.places, self.place_sigma)
+        if batch.names is not None and self.name_weight > 0:
+            loss = loss + self.name_weight * F.cross_entropy(model.logits(plain).float(), batch.names.flatten())
         self.log_loss(loss, len(batch))
         return loss
 
@@ -173,7 +190,7 @@ def build_answers(config: Mapping[str, Any], model: nn.Module, data: Any) -> Tra
             f"objective.name: answers needs questions, which {config['data']['name']} does not ask; set "
             "data=mnist_grounding data.dense=false"
         )
-    return AnswerModule(model, kinds=data.kinds, **_options(config, "place_sigma"), **_common(config))
+    return AnswerModule(model, kinds=data.kinds, **_options(config, "place_sigma", "name_weight"), **_common(config))
 
 
 def build_names(config: Mapping[str, Any], model: nn.Module, data: Any) -> TrainingModule:
