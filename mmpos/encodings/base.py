@@ -151,6 +151,11 @@ class PositionEncoding(nn.Module):
         """Whether :meth:`add_to_tokens` must be given the image; by default what the facts say."""
         return self.facts.needs_image
 
+    @property
+    def circular(self) -> bool:
+        """Whether tokens that are shifted circularly on their grid give the shifted result, whatever the shift."""
+        return False
+
     def add_to_tokens(self, x: Tensor, positions: Positions) -> Tensor:
         """Change the token sequence before the first block. Shape: ``(B, P + N, D)`` in and out.
 

@@ -94,6 +94,11 @@ class Cpe(PositionEncoding):
                 nn.init.normal_(weight, std=math.sqrt(2.0 / math.prod(weight.shape[2:])))
             nn.init.zeros_(bias)
 
+    @property
+    def circular(self) -> bool:
+        """With circular padding there is no border."""
+        return self.padding == "circular"
+
     def check_depth(self, depth: int) -> None:
         if max(self.placement) >= depth:
             raise ValueError(

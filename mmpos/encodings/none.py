@@ -14,3 +14,7 @@ class NoEncoding(PositionEncoding):
     """Does nothing: the output of the model follows any permutation of the patches."""
 
     facts = Facts(title="none", source="control", plugs_into=(), resolution_rules=("index",), relative=True)
+
+    @property
+    def circular(self) -> bool:
+        return True

@@ -11,6 +11,7 @@ from torch import nn
 
 from mmpos.adapters._attachment import require
 from mmpos.adapters.timm import attach, stack_of
+from mmpos.models.polyphase import anchor_patches
 
 __all__ = ["MICRO", "create_vit", "initialise"]
 
@@ -39,6 +40,7 @@ def create_vit(
     num_classes: int = 10,
     train_grid: Sequence[int] | None = None,
     pos_embed: str = "remove",
+    polyphase: bool = False,
     **timm_kwargs: Any,
 ) -> Any:
     """Build a timm vision transformer that takes images of any size and carries an encoding.
@@ -54,6 +56,9 @@ def create_vit(
         num_classes: classes; 0 leaves out the classifier.
         train_grid: patches of the training images; default follows from ``image_size``.
         pos_embed: what happens to the encoding the model came with, see :func:`mmpos.adapters.timm.attach`.
+        polyphase: whether images are anchored first, which makes answers the same under every circular shift; the
+            encoding must be ``none`` or ``cpe`` with circular padding, see
+            :func:`~mmpos.models.polyphase.anchor_patches`.
         timm_kwargs: further arguments of the timm model, for example ``depth=2`` or ``drop_path_rate=0.1``.
 
     Example:
@@ -91,6 +96,8 @@ def create_vit(
     if micro or vit.patch_embed.img_size is not None:
         check_sizes(vit.patch_embed.img_size, vit.patch_embed.patch_size)
     attach(vit, encoding, pos_embed=pos_embed, train_grid=train_grid, **dict(encoding_options or {}))
+    if polyphase:
+        anchor_patches(vit, stack_of(vit))
     if micro:
         initialise(vit)
     return vit
