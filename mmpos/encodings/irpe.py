@@ -91,6 +91,9 @@ class Irpe(PositionEncoding):
         on: where it acts, any of the letters ``q``, ``k``, ``v``; ``v`` needs the contextual mode.
         shared_heads: whether all heads read one table.
         ratio: how far offsets stay distinct; 1.9 for product, about 20 for cross and euclidean, 33 for quantization.
+        init_std: standard deviation of the initial values (truncated normal); 0 starts from plain attention, as the
+            reference does for classification, while its detector starts from other values than 0. Short trainings
+            need a start: a table moves by the learning rate in a step, and terms below 1 hardly steer attention.
         common: arguments of :class:`~mmpos.encodings.base.PositionEncoding`; ``num_prefix > 0`` adds the row of
             prefix tokens.
 
@@ -126,6 +129,7 @@ class Irpe(PositionEncoding):
         on: str = "k",
         shared_heads: bool = True,
         ratio: float = 1.9,
+        init_std: float = 0.0,
         **common: Any,
     ) -> None:
         super().__init__(dim, num_heads, **common)
@@ -140,10 +144,13 @@ class Irpe(PositionEncoding):
             )
         if not ratio > 0:
             raise ValueError(f"ratio: expected a positive number, got {ratio}")
+        if not init_std >= 0:
+            raise ValueError(f"init_std: expected 0 or more, got {init_std}")
         self.method = method
         self.mode = mode
         self.on = on
         self.ratio = float(ratio)
+        self.init_std = float(init_std)
         self.buckets = num_buckets(method, ratio, self.axes)
         self.rows = self.buckets + (self.num_prefix > 0)
         lead = (self.axes if method == "cross" else 1, 1 if shared_heads else num_heads)
@@ -154,9 +161,13 @@ class Irpe(PositionEncoding):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeros: the first step is plain attention."""
+        """Zeros, with which the first step is plain attention, or truncated normal."""
         for parameter in self.parameters():
-            nn.init.zeros_(parameter)
+            if self.init_std:
+                bound = max(2.0, 2 * self.init_std)
+                nn.init.trunc_normal_(parameter, std=self.init_std, a=-bound, b=bound)
+            else:
+                nn.init.zeros_(parameter)
 
     @property
     def owns_attention(self) -> bool:

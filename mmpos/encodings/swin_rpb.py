@@ -86,7 +86,8 @@ class SwinRpb(PositionEncoding):
     def reset_parameters(self) -> None:
         """Truncated normal."""
         for parameter in self.parameters():
-            nn.init.trunc_normal_(parameter, std=self.init_std)
+            bound = max(2.0, 2 * self.init_std)  # 2 is the bound of the reference
+            nn.init.trunc_normal_(parameter, std=self.init_std, a=-bound, b=bound)
 
     def prepare_shared(self, positions: Positions) -> OffsetIndex:
         """The index, the same for every layer."""

@@ -339,3 +339,16 @@ def test_flex_attention_has_no_place_for_tables_on_values():
     q, k, _ = content(6)
     with pytest.raises(ValueError, match="no place for tables on values"):
         encoding.score_mod(q, k, stack.prepare(Positions.grid(2, 3))[0].prepared[0])
+
+
+@pytest.mark.parametrize("mode", ["contextual", "bias"])
+def test_tables_start_as_wide_as_asked_and_the_model_is_reset_to_it(mode):
+    torch.manual_seed(0)
+    stack = create_encoding("irpe", 96, 3, mode=mode, on="qk", shared_heads=False, init_std=4.0)
+    for _ in range(2):
+        values = torch.cat([parameter.detach().flatten() for parameter in stack.parameters()])
+        assert values.abs().max() <= 8
+        assert float(values.std()) == pytest.approx(4 * 0.88, rel=0.1)  # cut at two standard deviations
+        stack.reset_parameters()
+    with pytest.raises(ValueError, match="init_std: expected 0 or more, got -1"):
+        create_encoding("irpe", 96, 3, init_std=-1)
