@@ -17,7 +17,9 @@ from mmpos.encodings._raster import Raster
 from mmpos.functional.grid_conv import depthwise
 from mmpos.positions import Positions
 
-__all__ = ["ConvProjection", "CvtAttention"]
+__all__ = ["ConvProjection", "CvtAttention", "MeanProjection"]
+
+METHODS = ("dw_bn", "avg")
 
 
 class ConvProjection(nn.Module):
@@ -45,6 +47,34 @@ class ConvProjection(nn.Module):
         bias = self.bn.bias - self.bn.running_mean * factor
         return depthwise(maps, self.conv.weight * factor[:, None, None, None], bias, stride=self.stride)
 
+    def present(self, cells: Tensor) -> Tensor:
+        """Which filters have a token at their centre. Shape: ``(B, H, W)`` -> ``(B, ceil(H / s), ceil(W / s))``."""
+        return cells[:, :: self.stride, :: self.stride]
+
+
+class MeanProjection(nn.Module):
+    """The mean of a window around every step-th token, without parameters.
+
+    As in the reference, zeros beyond the border count, and a last window that begins inside the border is kept: an even
+    side gives one window more than a convolution does when the step is 2.
+
+    Args:
+        kernel: odd size of the window.
+        stride: step of the output grid.
+    """
+
+    def __init__(self, kernel: int = 3, stride: int = 1) -> None:
+        super().__init__()
+        self.window = (kernel, stride, kernel // 2)
+
+    def forward(self, maps: Tensor) -> Tensor:
+        """Shape: ``(B, C, H, W)`` -> ``(B, C, H', W')``."""
+        return F.avg_pool2d(maps, *self.window, ceil_mode=True)
+
+    def present(self, cells: Tensor) -> Tensor:
+        """Which windows hold a token at all. Shape: ``(B, H, W)`` -> ``(B, H', W')`` bool."""
+        return F.max_pool2d(cells[:, None].float(), *self.window, ceil_mode=True)[:, 0] > 0
+
 
 class CvtAttention(nn.Module):
     """Attention with convolutional projection; prefix tokens are not convolved.
@@ -57,6 +87,7 @@ class CvtAttention(nn.Module):
         stride_kv: step of keys and values.
         qkv_bias: whether the linear maps have a bias.
         scale: ``dim`` divides logits by the root of the full width (reference), ``head_dim`` by that of a head.
+        method: ``dw_bn`` convolves; ``avg`` averages windows for keys and values and leaves queries as they are.
 
     Example:
         >>> layer = CvtAttention(8, 2, stride_kv=2).eval()
@@ -74,8 +105,13 @@ class CvtAttention(nn.Module):
         stride_kv: int = 2,
         qkv_bias: bool = True,
         scale: str = "dim",
+        method: str = "dw_bn",
     ) -> None:
         super().__init__()
+        if method not in METHODS:
+            raise ValueError(f"method: expected one of {METHODS}, got {method!r}")
+        if method == "avg" and stride_q != 1:
+            raise ValueError(f"stride_q: method='avg' leaves queries where they are, got {stride_q}; set 1")
         if dim % num_heads:
             raise ValueError(f"dim: expected a multiple of num_heads {num_heads}, got {dim}")
         if scale not in ("dim", "head_dim"):
@@ -83,17 +119,19 @@ class CvtAttention(nn.Module):
         self.num_heads = num_heads
         self.scale = (dim if scale == "dim" else dim // num_heads) ** -0.5
         self.stride_q = stride_q
-        self.conv_q = ConvProjection(dim, kernel, stride_q)
-        self.conv_k = ConvProjection(dim, kernel, stride_kv)
-        self.conv_v = ConvProjection(dim, kernel, stride_kv)
+        mean = method == "avg"
+        self.conv_q = nn.Identity() if mean else ConvProjection(dim, kernel, stride_q)
+        self.conv_k, self.conv_v = (
+            MeanProjection(kernel, stride_kv) if mean else ConvProjection(dim, kernel, stride_kv) for _ in range(2)
+        )
         self.q, self.k, self.v = (nn.Linear(dim, dim, bias=qkv_bias) for _ in range(3))
         self.proj = nn.Linear(dim, dim)
 
     def projections(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """What the linear maps of q, k and v read, and which keys exist ``(B or 1, Lk)`` (``None``: all).
 
-        A key exists when the token at the centre of its filter does. Shape: q ``(B, P + N', D)``, k and v ``(B, P +
-        N'', D)``.
+        A key exists when the token at the centre of its filter does, a mean when its window holds a token. Shape: q
+        ``(B, P + N', D)``, k and v ``(B, P + N'', D)``.
         """
         positions.check_tokens(x)
         raster = Raster.of(positions, "cvt_projection")
@@ -103,8 +141,7 @@ class CvtAttention(nn.Module):
         k, v = (conv(maps).flatten(2).transpose(1, 2) for conv in (self.conv_k, self.conv_v))
         present = raster.present()
         if present is not None:
-            stride = self.conv_k.stride
-            present = F.pad(present[:, ::stride, ::stride].flatten(1), (raster.num_prefix, 0), value=True)
+            present = F.pad(self.conv_k.present(present).flatten(1), (raster.num_prefix, 0), value=True)
         joined = [torch.cat([prefix, t], 1) if raster.num_prefix else t for t in (placed, k, v)]
         return joined[0], joined[1], joined[2], present
 

@@ -221,6 +221,53 @@ def test_missing_tokens_are_no_keys():
     assert torch.allclose(part, full[:, [0, 2, 5, 10]], atol=1e-12)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("grid", [(3, 5), (4, 6), (1, 4)])
+def test_means_of_windows_serve_as_keys_and_values(grid, stride):
+    layer = randomise(CvtAttention(DIM, 2, stride_kv=stride, method="avg"))
+    assert not [name for name, _ in layer.named_parameters() if "conv" in name]
+    height, width = grid
+    positions = Positions.grid(height, width, num_prefix=1)
+    x = tokens(1 + height * width)
+    q, k, v, present = layer.projections(x, positions)
+    assert present is None
+    assert torch.equal(q, x)
+    assert torch.equal(k, v)
+    # by hand: a window begins one before each step; it counts border cells on both sides, but none further out
+    cells = x[:, 1:].unflatten(1, grid)
+    means = []
+    for top in range(-1, height if stride == 2 else height - 1, stride):
+        for left in range(-1, width if stride == 2 else width - 1, stride):
+            rows, columns = range(top, min(top + 3, height + 1)), range(left, min(left + 3, width + 1))
+            inside = [cells[:, r, c] for r in rows for c in columns if 0 <= r < height and 0 <= c < width]
+            if inside:
+                means.append(torch.stack(inside).sum(0) / (len(rows) * len(columns)))
+    assert torch.allclose(k, torch.stack([x[:, 0], *means], 1), atol=1e-12)
+    assert layer(x, positions).shape == x.shape
+
+
+def test_a_mean_exists_where_its_window_holds_a_token():
+    layer = randomise(CvtAttention(DIM, 2, stride_kv=2, method="avg"))
+    kept = torch.tensor([[0, 1, 7]])
+    x = tokens(3)
+    part = layer(x, Positions.grid(4, 6).take(kept))
+    full = torch.zeros(2, 24, DIM, dtype=torch.float64)
+    full[:, kept[0]] = x
+    only = torch.zeros(2, 24, dtype=torch.bool).index_fill(1, kept[0], True)
+    assert torch.allclose(
+        part, layer(full + (~only)[..., None], Positions.grid(4, 6, mask=only))[:, kept[0]], atol=1e-12
+    )
+    present = layer.projections(x, Positions.grid(4, 6).take(kept))[3]
+    assert present.view(3, 4).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
+
+
+def test_options_of_the_projection():
+    with pytest.raises(ValueError, match="method: expected one of"):
+        CvtAttention(DIM, 2, method="max")
+    with pytest.raises(ValueError, match="stride_q: method='avg' leaves queries where they are, got 2"):
+        CvtAttention(DIM, 2, method="avg", stride_q=2)
+
+
 # -- attention for detection code -------------------------------------------------------------------------------------
 
 
