@@ -215,8 +215,10 @@ def vlm_figure(evaluation: VlmEvaluation, data: Any, examples: Sequence[tuple[Vl
     boxed = [(batch, answers) for batch, answers in examples if batch.places is not None and _boxes(batch)]
     panels = left.subplots(2, _EXAMPLES // 2, squeeze=False).reshape(-1)
     for number, axis in enumerate(panels):
-        axis.set_axis_off()
+        axis.set_xticks([])
+        axis.set_yticks([])
         if not boxed:
+            axis.set_axis_off()
             continue
         batch, answers = boxed[number % len(boxed)]
         row = min(number // len(boxed), len(batch) - 1)
