@@ -132,3 +132,10 @@ def test_example_of_a_new_encoding() -> None:
     model.bfloat16()
     assert stack.layers[0]["distance_decay"].slopes.dtype == torch.float32
     assert stack.no_weight_decay() == {f"layers.{i}.distance_decay.slopes" for i in (0, 1)}
+
+
+def test_decoder_examples_run() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", section("In a vision-language decoder"), flags=re.DOTALL)
+    assert len(blocks) == 2
+    assert "longer" in run(blocks[0])
+    assert "vlm" in run(blocks[1])
