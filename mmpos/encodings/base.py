@@ -21,7 +21,10 @@ from torch import Tensor, nn
 
 from mmpos.positions import Positions
 
-__all__ = ["Facts", "PositionEncoding"]
+__all__ = ["Facts", "PositionEncoding", "ScoreMod", "score_of_pairs"]
+
+#: score, sample, head, query and key to the changed score, as ``flex_attention`` takes it
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 HOOKS = ("add_to_tokens", "mix_tokens", "transform_qkv", "logit_bias", "transform_output", "attend")
 
@@ -181,6 +184,14 @@ class PositionEncoding(nn.Module):
         """A term added to the attention logits, broadcastable to ``(B, heads, P + N, P + N)``."""
         return None
 
+    def score_mod(self, q: Tensor, k: Tensor, prepared: Any) -> ScoreMod | None:
+        """:meth:`logit_bias` as a function of single pairs, for ``flex_attention``; by default it reads that bias.
+
+        Methods with a table override it, so that no bias of all pairs is made.
+        """
+        bias = self.logit_bias(q, k, prepared)
+        return None if bias is None else score_of_pairs(bias.to(q.dtype))
+
     def transform_output(self, out: Tensor, v: Tensor, prepared: Any) -> Tensor:
         """Change the attention output before heads are merged. Shape: ``(B, heads, P + N, d)`` in and out."""
         return out
@@ -263,6 +274,18 @@ class PositionEncoding(nn.Module):
 def wide_dtype() -> torch.dtype:
     """Dtype of ``fp32_parameters``: the default dtype, or float32 when a loader has made the default half precision."""
     return torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+
+def score_of_pairs(bias: Tensor) -> ScoreMod:
+    """A ``score_mod`` that adds a bias, or bars what a boolean mask does not allow.
+
+    Shape: ``(B or 1, heads or 1, L, L)``, or fewer leading axes.
+    """
+    bias = bias[(None,) * (4 - bias.dim())]
+    samples, heads = bias.shape[:2]
+    if bias.dtype == torch.bool:
+        bias = torch.zeros(bias.shape, device=bias.device).masked_fill(~bias, float("-inf"))
+    return lambda score, b, h, i, j: score + bias[b % samples, h % heads, i, j]
 
 
 def overrides(encoding: PositionEncoding | type[PositionEncoding], hook: str) -> bool:

@@ -13,7 +13,7 @@ any subset of a grid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.coordinates import rescaled
-from mmpos.encodings.base import Facts, PositionEncoding
+from mmpos.encodings.base import Facts, PositionEncoding, ScoreMod
 from mmpos.encodings.registry import register
 from mmpos.functional.buckets import (
     axis_codes,
@@ -52,7 +52,6 @@ SLICE_ELEMENTS = 2**18
 
 
 Indices = list[tuple[Tensor | None, ...]]
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.encodings._bias import table_index
-from mmpos.encodings.base import Facts, PositionEncoding
+from mmpos.encodings.base import Facts, PositionEncoding, ScoreMod
 from mmpos.encodings.registry import register
-from mmpos.encodings.swin_rpb import OffsetIndex
+from mmpos.encodings.swin_rpb import OffsetIndex, score_of_table
 from mmpos.functional.bias import log_coordinates, offset_grid, pad_prefix, pair_offsets, raw_log_coordinates
 from mmpos.functional.buckets import gather_static
 from mmpos.positions import Positions
@@ -154,3 +154,10 @@ class SwinCpb(PositionEncoding):
         """The bias, ``(B or 1, heads, L, L)``; zero for prefix tokens."""
         index, values = prepared
         return values if index is None else gather_static(values, index.index)
+
+    def score_mod(self, q: Tensor, k: Tensor, prepared: tuple[OffsetIndex | None, Tensor]) -> ScoreMod | None:
+        """On a raster reads the values by the index that all heads share."""
+        index, values = prepared
+        if index is None:
+            return super().score_mod(q, k, prepared)
+        return score_of_table(values.to(q.dtype), index.index)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmpos.encodings._bias import raster_coordinates, table_index, whole_coordinates
-from mmpos.encodings.base import Facts, PositionEncoding
+from mmpos.encodings.base import Facts, PositionEncoding, ScoreMod
 from mmpos.encodings.registry import register
 from mmpos.functional.bias import geometric_matrix
 from mmpos.functional.buckets import gather_static
@@ -126,6 +126,16 @@ class SwinRpb(PositionEncoding):
     def logit_bias(self, q: Tensor, k: Tensor, prepared: tuple[OffsetIndex, Tensor]) -> Tensor:
         """The bias, ``(B or 1, heads, L, L)``."""
         return gather_static(prepared[1], prepared[0].index)
+
+    def score_mod(self, q: Tensor, k: Tensor, prepared: tuple[OffsetIndex, Tensor]) -> ScoreMod:
+        """Reads the table by the index that all heads share."""
+        return score_of_table(prepared[1].to(q.dtype), prepared[0].index)
+
+
+def score_of_table(table: Tensor, index: Tensor) -> ScoreMod:
+    """A ``score_mod`` from a flat table. Shape: table ``(heads, rows)``, index ``(B or 1, L, L)``."""
+    samples = index.shape[0]
+    return lambda score, b, h, i, j: score + table[h, index[b % samples, i, j].long()]
 
 
 def resize_offset_table(table: Tensor, sizes: tuple[int, ...], rule: str) -> Tensor:
