@@ -16,7 +16,7 @@ from torch import Tensor
 from mmpos.data.base import ImageData
 from mmpos.data.loader import BatchLoader, stream_tensors
 from mmpos.data.mnist5k import Mnist5k
-from mmpos.data.order import sample_seed
+from mmpos.data.order import BatchOrder, sample_seed
 from mmpos.data.scenes import CELL, Canvas, Digits, draw_canvas
 from mmpos.data.vlm import DenseBatch, Places, VlmBatch, Vocabulary, assemble, dense_targets
 from mmpos.multimodal.segments import Image, Segment, Video
@@ -253,16 +253,9 @@ class MnistGrounding(ImageData):
             key = int.from_bytes(shape.name.encode(), "little") % 1_000_000_007
             return self.batch(split, shape, [sample_seed(seed, key, row) for row in rows])
 
-        order = self.order(batches * len(shapes), train=False)
-        order = type(order)(
-            order.count,
-            1,
-            seed=0,
-            shuffle=False,
-            drop_last=False,
-            rank=order.rank,
-            world_size=order.global_batch // order.batch_size,
-        )
+        ranks = self.order(batches * len(shapes) * self.eval_batch_size, train=False)
+        world = ranks.global_batch // ranks.batch_size
+        order = BatchOrder(batches * len(shapes), 1, shuffle=False, drop_last=False, rank=ranks.rank, world_size=world)
         return BatchLoader(order, stream_tensors(fetch))
 
     # -- rows ---------------------------------------------------------------------------------------------------------
