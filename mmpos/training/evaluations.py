@@ -173,10 +173,10 @@ def _expect(request: Request, evaluation: str) -> None:
 #: evaluations by ``evaluation.name``
 EVALUATIONS: dict[str, Callable[[Request], None]] = {
     "resolution": _resolution,
-    "shift": _shift,
     "frames": _frames,
     "three_cell": _three_cell,
     "points": _points,
+    "shift": _shift,
     "vlm": _vlm,
 }
 

@@ -218,7 +218,7 @@ def test_usable_size_of_patches_that_are_not_square():
 
 
 def test_a_model_without_patches_is_refused(data, tmp_path):
-    with pytest.raises(ValueError, match=r"patch_embed\.patch_size, got Linear"):
+    with pytest.raises(ValueError, match=r"patch_embed\.patch_size, or a model with patch_size, got Linear"):
         patch_size(torch.nn.Linear(2, 2))
 
 
