@@ -65,6 +65,22 @@ def test_evaluate_reads_a_run_and_repeats_its_numbers(small: Make, tmp_path: Pat
     assert accuracy(tmp_path / "again") == accuracy(tmp_path / "run")
 
 
+def test_shifts_of_a_run_at_its_end_and_afterwards(small: Make, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    settings = ("evaluation=shift", "evaluation.shifts=[1,4]", "sizes=[16,24]", "encoding=rope_axial")
+    train(small(*settings, "trainer.max_epochs=1"), tmp_path / "run")  # sizes belong to other evaluations
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"] == "shift"
+    config = compose([f"run={tmp_path / 'run'}", *settings[:2]], "evaluate")
+    evaluate_run(config, tmp_path / "again", read_config(tmp_path / "run"))
+    tables = [(tmp_path / name / "results.csv").read_text().splitlines() for name in ("run", "again")]
+    measured = [[row for row in table if "images_per_second" not in row] for table in tables]
+    assert measured[0] == measured[1]
+    assert any(",circular_always," in row for row in measured[0])
+    kept = read_config(tmp_path / "again")
+    assert kept["evaluation"]["name"] == "shift"
+    assert kept["encoding"]["name"] == "rope_axial"
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs_two_steps(recipe: str, tmp_path: Path) -> None:
     overrides = [f"recipe={recipe}", "trainer=cpu", "debug=fast"]
