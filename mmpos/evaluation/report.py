@@ -67,9 +67,7 @@ def write_report(
 
     document.heading("The encoding")
     if stack is None:
-        document.paragraph(
-            "The model carries the position encoding it was built with, which has no resolution rules."
-        )
+        document.paragraph("The model carries the position encoding it was built with, which has no resolution rules.")
     else:
         grid = stack.encodings_of(0)[0].train_grid or tuple(
             size // p for size, p in zip((data.image_size,) * 2, patch, strict=True)
