@@ -159,6 +159,10 @@ def build_vit(config: Mapping[str, Any], data: Any) -> nn.Module:
         raise ValueError(
             f"model.name: {data.name} holds point clouds, which {model['name']!r} cannot read; use model=point_micro"
         )
+    if data.evaluation == "vlm":
+        raise ValueError(
+            f"model.name: {data.name} asks questions, which {model['name']!r} cannot answer; use model=vlm_micro"
+        )
     frames = getattr(data, "frames", None)
     create: Any = create_vit if frames is None else partial(create_video_vit, frames=frames)
     return create(
