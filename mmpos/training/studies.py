@@ -105,10 +105,11 @@ _SWEPT = {"three_cell": "encoding=", "vlm": "model.options.scheme="}
 
 
 def _settings(summary: dict[str, Any]) -> list[str]:
-    """What the user changed, apart from what a table has a row for, and from where finished stages were taken."""
+    """What the user changed, apart from what a table has a row for and what cannot change a number."""
     swept = _SWEPT.get(summary.get("evaluation") or "", "\0")
     given = [text.lstrip("+") for text in summary.get("overrides", ())]
-    return [text for text in given if not text.startswith(swept) and not re.match(r"stages\.\w+\.run=", text)]
+    silent = re.compile(r"stages\.\w+\.run=|callbacks\.progress=")
+    return [text for text in given if not text.startswith(swept) and not silent.match(text)]
 
 
 def _measured(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> str:
