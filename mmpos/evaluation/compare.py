@@ -257,8 +257,8 @@ def _settings(folder: Path) -> dict[str, str]:
         for key, value in node.items():
             if isinstance(value, Mapping):
                 flatten(value, f"{prefix}{key}.")
-            elif prefix.startswith("stages.") and key == "run":
-                continue  # where a finished stage was taken from
+            elif (prefix.startswith("stages.") and key == "run") or (prefix, key) == ("callbacks.", "progress"):
+                continue  # where a finished stage was taken from, and what was shown meanwhile
             elif key not in _NOT_A_SETTING or prefix not in ("", "data.", "encoding."):
                 out[f"{prefix}{key}"] = str(value)
 

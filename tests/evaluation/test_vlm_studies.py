@@ -39,6 +39,7 @@ def run(folder: Path, scheme: str, values: tuple[float, float, float], seed: int
         "evaluation": {"name": "vlm"},
         "model": {"options": {"scheme": scheme}},
         "stages": {"tower": {"run": f"towers/seed{seed}"}},
+        "callbacks": {"progress": seed == 0},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     summary = {
@@ -51,7 +52,7 @@ def run(folder: Path, scheme: str, values: tuple[float, float, float], seed: int
         "evaluate_seconds": 10.0,
         "date": "2026-01-02",
         "machine": "a machine",
-        "overrides": [f"model.options.scheme={scheme}", "stages.tower.run=towers/seed${seed}"],
+        "overrides": [f"callbacks.progress={seed == 0}", f"model.options.scheme={scheme}", "stages.tower.run=towers/seed${seed}"],
         "stages": ["tower", "whole"],
     }
     (folder / "summary.json").write_text(json.dumps(summary))
