@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import nn
 
+from mmpos.adapters._attachment import require
 from mmpos.config import (
     CallbacksConfig,
     EncodingConfig,
@@ -109,6 +110,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     evaluation = (config.get("evaluation") or {}).get("name")
     if evaluation not in (None, "none", *EVALUATIONS):
         problems.append(f"evaluation.name: expected one of none, {', '.join(EVALUATIONS)}, got {evaluation!r}")
+    if config["model"]["name"] == "vlm_micro":
+        require("transformers", "vlm")  # now, and not when the stages before it have trained
     if problems:
         raise ValueError(
             "\n".join(problems)

@@ -52,7 +52,11 @@ def run(folder: Path, scheme: str, values: tuple[float, float, float], seed: int
         "evaluate_seconds": 10.0,
         "date": "2026-01-02",
         "machine": "a machine",
-        "overrides": [f"callbacks.progress={seed == 0}", f"model.options.scheme={scheme}", "stages.tower.run=towers/seed${seed}"],
+        "overrides": [
+            f"callbacks.progress={seed == 0}",
+            f"model.options.scheme={scheme}",
+            "stages.tower.run=towers/seed${seed}",
+        ],
         "stages": ["tower", "whole"],
     }
     (folder / "summary.json").write_text(json.dumps(summary))

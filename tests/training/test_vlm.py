@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -157,3 +158,10 @@ def test_models_data_and_objectives_have_to_fit(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             train(config, tmp_path / "x")
     check_config({**compose(base), "stages": {}})
+
+
+def test_a_missing_package_is_named_before_anything_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"mmpos\[vlm\]"):
+        train_stages(compose(TINY), tmp_path)
+    assert not list(tmp_path.rglob("*.ckpt"))
