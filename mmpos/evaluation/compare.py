@@ -359,7 +359,7 @@ def _write_document(folder: Path, comparison: Comparison, runs: Sequence[Run], t
         if first == "average":
             reading += " average is the mean of the columns before it."
         if any(metric.startswith("beyond_") for metric in comparison.columns.values()):
-            reading += " Columns with * are forms larger or longer than in training."
+            reading += " Columns with *, hollow marks, are forms larger or longer than in training."
         if comparison.columns is SHIFT_COLUMNS:
             lead = f"{len(runs)} runs in {groups} groups, on shifted images. Best accuracy on unshifted ones first."
             reading += (
@@ -476,27 +476,32 @@ def _places(comparison: Comparison) -> dict[tuple[str, str], float]:
 
 
 def _column_figure(comparison: Comparison) -> Figure:
-    """One panel per question, one row per group."""
+    """One panel per question, one row per group; a column ``x *`` is a hollow mark in the panel of ``x``."""
     count = len(comparison.labels)
     longest = max(map(len, comparison.labels))
-    figure = new_figure(1.6 + 0.055 * min(longest, 60) + 1.75 * len(comparison.columns), 1.3 + 0.42 * count)
-    axes = figure.subplots(1, len(comparison.columns), sharex=True, sharey=True, squeeze=False)[0]
-    for axis, (column, metric) in zip(axes, comparison.columns.items(), strict=True):
-        found = [_column_cell(comparison, label, metric) for label in comparison.labels]
-        points = [(place, cell) for place, cell in enumerate(found) if cell is not None]
-        low, high = zip(*(_bar(cell) for _, cell in points), strict=True)
-        axis.errorbar(
-            [100 * cell.mean for _, cell in points],
-            [place for place, _ in points],
-            xerr=[low, high],
-            fmt="o",
-            color=PALETTE[0],
-            ms=5.5,
-            elinewidth=1.1,
-            capsize=2,
-        )
+    panels = [column for column in comparison.columns if column.removesuffix(" *") == column]
+    figure = new_figure(1.6 + 0.055 * min(longest, 60) + 1.75 * len(panels), 1.3 + 0.42 * count)
+    axes = figure.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+    for axis, panel in zip(axes, panels, strict=True):
+        for column, colour, face in ((panel, PALETTE[0], PALETTE[0]), (f"{panel} *", PALETTE[1], "white")):
+            if column not in comparison.columns:
+                continue
+            found = [_column_cell(comparison, label, comparison.columns[column]) for label in comparison.labels]
+            points = [(place, cell) for place, cell in enumerate(found) if cell is not None]
+            low, high = zip(*(_bar(cell) for _, cell in points), strict=True)
+            axis.errorbar(
+                [100 * cell.mean for _, cell in points],
+                [place for place, _ in points],
+                xerr=[low, high],
+                fmt="o",
+                color=colour,
+                markerfacecolor=face,
+                ms=5.5,
+                elinewidth=1.1,
+                capsize=2,
+            )
         style_axis(axis)
-        axis.set_title(column, fontsize=10.5, loc="left", fontweight="bold")
+        axis.set_title(panel, fontsize=10.5, loc="left", fontweight="bold")
         axis.set_xlabel("test accuracy (%)", fontsize=9)
     axes[0].set_yticks(range(count), [label if len(label) <= 60 else f"{label[:57]}..." for label in comparison.labels])
     axes[0].set_ylim(count - 0.5, -0.5)

@@ -142,7 +142,8 @@ def _by_question(runs: Sequence[tuple[Path, dict[str, Any]]], columns: Mapping[s
             values.setdefault((row["encoding"], row["metric"]), []).append(float(row["value"]))
     found = dict.fromkeys(encoding for encoding, _ in values)
     order = sorted(found, key=lambda name: -statistics.fmean(values.get((name, "accuracy"), [0.0])))
-    lines = [f"| encoding | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    what = "scheme" if runs[0][1].get("evaluation") == "vlm" else "encoding"
+    lines = [f"| {what} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for encoding in order:
         cells = [_cell(values.get((encoding, metric), [])) for metric in columns.values()]
         lines.append(f"| {encoding} | {' | '.join(cells)} |")

@@ -102,7 +102,7 @@ def test_comparison_has_a_row_for_each_scheme_whatever_tower_it_started_from(stu
     assert lines[1][:5] == ["mrope", "2", "75.0", "±", "7.1"]
     assert lines[2][:3] == ["raster", "1", "30.0"]
     page = (study / "comparison.md").read_text()
-    assert "Columns with * are forms larger or longer than in training." in page
+    assert "Columns with *, hollow marks, are forms larger or longer than in training." in page
     assert "stages.tower" not in page
 
 
@@ -113,7 +113,7 @@ def test_readme_of_a_sweep_has_a_row_for_each_scheme(study: Path, tmp_path: Path
     refresh_readmes(study, tmp_path / "recipes")
     rows = [line for line in readme.read_text().splitlines() if line.startswith("| ")]
     assert rows == [
-        "| encoding | all | where | where * | which frame | all * |",
+        "| scheme | all | where | where * | which frame | all * |",
         "| mrope | 75.0 ± 7.1 | 70.0 ± 14.1 | 40.0 ± 14.1 | 80.0 ± 0.0 | 40.0 ± 14.1 |",
         "| raster | 30.0 | 20.0 | 10.0 | 40.0 | 10.0 |",
     ]
