@@ -29,6 +29,14 @@ def model(scheme: str = "mrope", heads: int = 4, **options: Any) -> Any:
     return create_vlm(**{**SMALL, "scheme": scheme, "decoder": decoder, **options}).eval()
 
 
+def talkative(vlm: Any, seed: int = 3) -> Any:
+    """Words from a drawn readout: untrained, tied embeddings repeat the last word wherever the tokens stand."""
+    width = vlm.decoder.embedding.embedding_dim
+    readout = torch.randn(vlm.decoder.embedding.num_embeddings, width, generator=torch.Generator().manual_seed(seed))
+    vlm.logits = lambda hidden: hidden @ readout.to(hidden.dtype).T
+    return vlm
+
+
 def words(count: int, seed: int = 0, rows: int = 1) -> Tensor:
     return torch.randint(5, 30, (rows, count), generator=torch.Generator().manual_seed(seed))
 
@@ -64,20 +72,25 @@ def test_branches_are_the_questions_asked_alone(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", list_schemes())
-def test_decoding_with_a_cache_is_decoding_without(scheme: str) -> None:
-    vlm = model(scheme)
-    rows = [[Text(1), Video(2, 2, 3), Text(2), Image(3, 1), Text(2)]] * 2
-    tokens = torch.cat([words(1, 1, 2), places(12, 2), words(2, 2, 2), places(3, 2), words(2, 3, 2)], 1)
-    block = [pixels(2, 2, 1, 16, 24), pixels(2, 1, 1, 24, 8, seed=5)]
-    cached = vlm.generate(tokens, block, rows, max_new_tokens=5)
-    plain = vlm.generate(tokens, block, rows[:1], max_new_tokens=5, cached=False)
+@torch.no_grad()
+def test_decoding_with_a_cache_is_decoding_without(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    vlm = talkative(model(scheme))
+    row = [Text(1), Video(2, 2, 3), Text(2), Image(3, 1), Tiles(1, 2, 2), Text(2)]
+    parts = [words(1, 1, 2), places(12, 2), words(2, 2, 2), places(3, 2), places(12, 2), words(2, 3, 2)]
+    tokens = torch.cat(parts, 1)
+    block = [pixels(2, 2, 1, 16, 24), pixels(2, 1, 1, 24, 8, seed=5), pixels(2, 3, 1, 16, 16, seed=6)]
+    seen: list[Tensor] = []
+    readout = vlm.logits
+    monkeypatch.setattr(vlm, "logits", lambda hidden: seen.append(readout(hidden)) or seen[-1])
+    cached = vlm.generate(tokens, block, [row] * 2, max_new_tokens=5)
+    plain = vlm.generate(tokens, block, [row], max_new_tokens=5, cached=False)
     assert cached.shape == (2, 5)
     assert torch.equal(cached, plain)
     assert not bool((cached == IMAGE).any())
-    with torch.no_grad():  # teacher forcing the answer gives it back
-        whole = torch.cat([tokens, cached], 1)
-        logits = vlm(whole, block, [[*rows[0], Text(5)]])
-    assert torch.equal(vlm.choose(logits[:, -6:-1]), cached)
+    assert not torch.equal(cached, tokens[:, -1:].expand(-1, 5))
+    whole = vlm(torch.cat([tokens, cached], 1), block, [[*row, Text(5)]])[:, -6:-1]
+    for steps in (seen[:5], seen[5:10]):  # teacher forcing the answer gives the same logits
+        torch.testing.assert_close(torch.stack(steps, 1), whole, atol=2e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -124,22 +137,30 @@ def test_an_image_decides_and_so_does_its_place() -> None:
     torch.testing.assert_close(bare[None], vlm.project(block[0]))
 
 
+@pytest.mark.parametrize("scheme", ["mhrope", "mrope", "circlerope_age"])
 @torch.no_grad()
-def test_grouped_heads_run_with_schemes_by_head_and_by_axis() -> None:
-    rows, tokens = [[Text(1), Image(2, 2), Text(2)]], torch.cat([words(1), places(4), words(2)], 1)
-    for scheme in ("mhrope", "mrope", "circlerope_age"):
-        vlm = model(scheme, heads=2)
-        answer = vlm.generate(tokens, [pixels(1, 1, 1, 16, 16)], rows, max_new_tokens=3)
-        plain = vlm.generate(tokens, [pixels(1, 1, 1, 16, 16)], rows, max_new_tokens=3, cached=False)
-        assert torch.equal(answer, plain)
+def test_grouped_heads_run_with_schemes_by_head_and_by_axis(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, tokens = [Text(1), Image(2, 3), Text(2)], torch.cat([words(1), places(6), words(2)], 1)
+    block, vlm = [pixels(1, 1, 1, 16, 24)], talkative(model(scheme, heads=2))
+    seen: list[Tensor] = []
+    readout = vlm.logits
+    monkeypatch.setattr(vlm, "logits", lambda hidden: seen.append(readout(hidden)) or seen[-1])
+    answer = vlm.generate(tokens, block, [row], max_new_tokens=3)
+    assert torch.equal(answer, vlm.generate(tokens, block, [row], max_new_tokens=3, cached=False))
+    whole = vlm(torch.cat([tokens, answer], 1), block, [[*row, Text(3)]])[:, -4:-1]
+    for steps in (seen[:3], seen[3:6]):
+        torch.testing.assert_close(torch.stack(steps, 1), whole, atol=2e-5, rtol=1e-4)
 
 
-def test_steps_are_drawn_in_training_only() -> None:
-    vlm = model("v2pe")
-    rows = [[Text(1), Image(3, 4), Text(1)]]
-    fixed = {tuple(vlm.layout(rows).ids.flatten().tolist()) for _ in range(8)}
+@pytest.mark.parametrize(
+    ("scheme", "block"), [("v2pe", Image(3, 4)), ("v2pe", Video(3, 2, 3)), ("hope", Video(3, 2, 3))]
+)
+def test_steps_are_drawn_in_training_only(scheme: str, block: Any) -> None:
+    vlm = model(scheme)
+    rows = [[Text(1), block, Text(1)]]
+    fixed = {tuple(vlm.layout(rows).ids.flatten().tolist()) for _ in range(16)}
     vlm.train()
-    drawn = {tuple(vlm.layout(rows).ids.flatten().tolist()) for _ in range(8)}
+    drawn = {tuple(vlm.layout(rows).ids.flatten().tolist()) for _ in range(16)}
     assert len(fixed) == 1
     assert len(drawn) > 1
 

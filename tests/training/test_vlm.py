@@ -99,6 +99,9 @@ def test_all_answers_at_once_are_the_answers_one_by_one() -> None:
     batch = data.questions("val", data.shapes[8], range(2))
     words = data.vocabulary
     model = create_vlm(vocabulary=len(words), image_token=words.IMAGE, tower={"depth": 1}).eval()
+    # untrained, tied embeddings would repeat the last word of each question whatever stands before it
+    readout = torch.randn(len(words), model.decoder.embedding.embedding_dim)
+    model.logits = lambda hidden: hidden @ readout.T  # type: ignore[method-assign]
     together = greedy_answers(model, batch)
     prefix = int((batch.branch == 0).sum())
     for question in batch.questions:
@@ -139,6 +142,28 @@ def test_three_stages_end_with_a_table_and_leave_the_tower_alone(tmp_path: Path)
     page = (tmp_path / "whole" / "report.md").read_text()
     assert "image 32 x 40" in page
     assert (tmp_path / "whole" / "vlm.png").stat().st_size > 10_000
+
+
+def test_names_are_learned_without_the_decoder() -> None:
+    from mmpos.training.vlm import NameModule
+
+    data = create_data("mnist_grounding", dense=True)
+    batch, words = data.cells("train", data.shapes[0], range(3)), data.vocabulary
+    model = create_vlm(vocabulary=len(words), image_token=words.IMAGE, tower={"depth": 1}, visual_encoding="sincos")
+    optimizer = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0}
+    module = NameModule(model, words=data.object_words, optimizer=optimizer, seed=0, config={})
+    module.loss(batch)[0].backward()
+    learns = {name for name, value in model.named_parameters() if value.grad is not None and value.grad.abs().max() > 0}
+    assert not {name for name in learns if name.startswith(("decoder.model.layers", "decoder.model.norm"))}
+    assert "decoder.model.embed_tokens.weight" in learns
+    assert any(name.startswith("projector.") for name in learns)
+    # each cell is to name what lies in it
+    named = torch.tensor(data.object_words)[batch.labels]
+    shown = torch.nn.functional.one_hot(named, len(words)).float() * 50
+    model.logits = lambda hidden: shown  # type: ignore[method-assign]
+    loss, right = module.loss(batch)
+    assert float(loss) < 1e-6
+    assert bool(right.all())
 
 
 def test_models_data_and_objectives_have_to_fit(tmp_path: Path) -> None:
