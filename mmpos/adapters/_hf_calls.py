@@ -16,7 +16,16 @@ from mmpos.adapters._hf_rotary import IDS
 from mmpos.multimodal import PositionLayout, Scheme
 from mmpos.multimodal.segments import IMAGE, VIDEO
 
-__all__ = ["EXTRA", "Host", "Prompt", "base_forward", "expand_inputs", "prepare_positions", "validate_kwargs"]
+__all__ = [
+    "EXTRA",
+    "Host",
+    "Prompt",
+    "base_forward",
+    "cache_name",
+    "expand_inputs",
+    "prepare_positions",
+    "validate_kwargs",
+]
 
 #: arguments an attached model understands whatever its class
 EXTRA = ("position_layout", "mm_token_type_ids")
@@ -73,13 +82,13 @@ def base_forward(base: Any, host: Host, *args: Any, **kwargs: Any) -> Any:
     pattern = _pattern(base, host, layout, given, past)
     if pattern is not None:
         given["attention_mask"] = pattern
-    given[_cache_name(base)] = given.pop("cache", None)
+    given[cache_name(base)] = given.pop("cache", None)
     token = IDS.set(layout.ids)
     try:
         out = type(base).forward(base, **given)
     finally:
         IDS.reset(token)
-    cache = getattr(out, _cache_name(base), None) if cache is None else cache
+    cache = getattr(out, cache_name(base), None) if cache is None else cache
     if cache is None and isinstance(out, tuple):
         cache = next((part for part in out if hasattr(part, "get_seq_length")), None)
     if cache is not None:
@@ -98,7 +107,7 @@ def prepare_positions(model: Any, host: Host, inputs_tensor: Tensor, model_kwarg
     own from the layout and, behind it, from the cursor that the cache remembers.
     """
     base = model.model
-    cache = model_kwargs.get(_cache_name(base))
+    cache = model_kwargs.get(cache_name(base))
     past = 0 if cache is None else int(cache.get_seq_length())
     ids = model_kwargs.get("input_ids")
     given = {**model_kwargs, "cache": cache, "input_ids": None, "inputs_embeds": None, "position_ids": None}
@@ -202,7 +211,7 @@ def _from_given(
             f"position_layout: expected {variants} sets of ids, got {layout.num_variants}; lay it out with "
             f"num_layers={host.layers}"
         )
-    layout = _on_device(layout, real.device)
+    layout = layout.to(real.device)
     rows = layout.kind.shape[0]
     if batch != rows:
         if batch % rows:
@@ -285,17 +294,6 @@ def _num_variants(host: Host) -> int:
     return len(host.scheme.variants(host.layers)[0])
 
 
-def _on_device(layout: PositionLayout, device: torch.device) -> PositionLayout:
-    if layout.ids.device == device:
-        return layout
-    moved = {
-        name: value.to(device)
-        for name in ("ids", "kind", "block", "cursor", "level", "sequence")
-        if (value := getattr(layout, name)) is not None
-    }
-    return replace(layout, **moved)
-
-
 # -- patterns ---------------------------------------------------------------------------------------------------------
 
 
@@ -324,12 +322,8 @@ def _pattern(base: Any, host: Host, layout: PositionLayout, given: Mapping[str, 
     kept = torch.ones(batch, past, dtype=torch.bool, device=layout.kind.device)
     if past and mask is not None:
         kept = mask[:, :past].bool()
-    count = layout.num_variants if layout.level is not None else 1
-    parts = []
-    for variant in range(count):
-        level = None if layout.level is None else layout.level[variant][None]
-        parts.append(replace(layout, level=level, layer_variant=None).dense_mask())
-    new = torch.cat(parts, dim=1)
+    new = layout.variant_masks()
+    count = new.shape[1]
     padding = ~layout.mask
     new = new | torch.diag_embed(padding)[:, None]  # a row that sees nothing would be undefined
     old = kept[:, None, None, :].expand(-1, count, length, -1)
@@ -355,7 +349,7 @@ def _parameters(forward: Any) -> tuple[str, ...]:
     return tuple(name for name in inspect.signature(forward).parameters if name != "self")
 
 
-def _cache_name(base: Any) -> str:
+def cache_name(base: Any) -> str:
     """What the cache is called among the arguments and outputs: ``cache`` since transformers 5.24."""
     return "cache" if "cache" in _arguments(base) else "past_key_values"
 

@@ -8,10 +8,8 @@ The decoder is the Llama of transformers; how its tokens are placed is the choic
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,63 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.adapters._attachment import require
-from mmpos.adapters._hf_rotary import IDS, SchemeRotary, by_head_forward, pick_variant, rotate_projection
 from mmpos.encodings import EncodingStack, create_encoding
-from mmpos.functional.sincos import sincos
-from mmpos.models.vit import create_vit
-from mmpos.multimodal import Image, PositionLayout, Scheme, Segment, Text, Tiles, Video
+from mmpos.models.decoder import Decoder
+from mmpos.models.tiles import tile_image
+from mmpos.models.tower import MERGE, DenseTower, Tower, create_dense_tower, create_tower, initialise_linear
+from mmpos.multimodal import PositionLayout, Scheme, Segment, Text
 from mmpos.multimodal import scheme as named_scheme
 from mmpos.positions import Positions
 
-__all__ = [
-    "MERGE",
-    "Decoder",
-    "DenseTower",
-    "Projector",
-    "Tower",
-    "Vlm",
-    "create_dense_tower",
-    "create_vlm",
-    "tile_image",
-]
-
-#: tokens of the tower along each side of one visual token of the decoder
-MERGE = 2
-
-
-class Tower(nn.Module):
-    """A ViT of :func:`~mmpos.models.create_vit` without its classifier: images of whole cells to features.
-
-    Args:
-        vit: a timm vision transformer with an encoding.
-    """
-
-    def __init__(self, vit: Any) -> None:
-        super().__init__()
-        self.vit = vit
-        self.width = MERGE**2 * int(vit.embed_dim)
-        self.patch = int(vit.patch_embed.patch_size[0])
-
-    @property
-    def cell(self) -> int:
-        """Side in pixels of one visual token."""
-        return MERGE * self.patch
-
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Visual tokens of an image along its sides."""
-        if height % self.cell or width % self.cell or min(height, width) < self.cell:
-            raise ValueError(
-                f"pixels: expected sides that are multiples of {self.cell} pixels (patches of {self.patch}, merged "
-                f"{MERGE} x {MERGE}), got {height} x {width}; pad or resize the image"
-            )
-        return height // self.cell, width // self.cell
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        """Features of cells. Shape: ``(N, C, H, W)`` to ``(N, rows * cols, 4 D)``."""
-        rows, cols = self.grid(*pixels.shape[-2:])
-        x = self.vit.forward_features(pixels)[:, self.vit.num_prefix_tokens :]
-        x = x.unflatten(1, (rows, MERGE, cols, MERGE)).transpose(2, 3)
-        return x.reshape(len(x), rows * cols, self.width)
+__all__ = ["Decoder", "DenseTower", "Projector", "Tower", "Vlm", "create_dense_tower", "create_vlm", "tile_image"]
 
 
 class Projector(nn.Sequential):
@@ -86,134 +36,6 @@ class Projector(nn.Sequential):
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__(nn.LayerNorm(features), nn.Linear(features, width), nn.GELU(), nn.Linear(width, width))
-
-
-class DenseTower(nn.Module):
-    """The tower with an output for each cell: which object lies there, and how far its four edges are.
-
-    Args:
-        tower: the tower.
-        num_classes: objects; one more class is "none".
-        hidden: width of the output layers.
-    """
-
-    def __init__(self, tower: Tower, num_classes: int, hidden: int = 128) -> None:
-        super().__init__()
-        self.tower = tower
-        self.num_classes = num_classes
-        self.dense = nn.Sequential(
-            nn.LayerNorm(tower.width), nn.Linear(tower.width, hidden), nn.GELU(), nn.Linear(hidden, num_classes + 5)
-        )
-
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Class logits and distances to the left, upper, right and lower edge, in cells.
-
-        Shape: ``(N, C, H, W)`` to ``(N, cells, classes + 1)`` and ``(N, cells, 4)``.
-        """
-        out = self.dense(self.tower(pixels))
-        return out[..., : self.num_classes + 1], out[..., self.num_classes + 1 :]
-
-
-class Decoder(nn.Module):
-    """A Llama of transformers whose rotary tables and attention pattern come from a scheme.
-
-    Args:
-        config: arguments of ``transformers.LlamaConfig``.
-        scheme: how tokens are placed.
-        theta: base of the rotary ladder.
-        sections: rotary pairs of each axis (heads of each axis for ``mhrope``); default those of the scheme.
-    """
-
-    def __init__(
-        self, config: Mapping[str, Any], scheme: Scheme, *, theta: float, sections: Sequence[int] | None = None
-    ) -> None:
-        super().__init__()
-        transformers = require("transformers", "vlm")
-        if not theta > 1:
-            raise ValueError(f"theta: expected a base above 1, got {theta}")
-        settings = transformers.LlamaConfig(**{"attn_implementation": "sdpa", "tie_word_embeddings": True, **config})
-        self.scheme = scheme
-        self.model = transformers.LlamaModel(settings)
-        self.head_dim = int(settings.head_dim)
-        self.layers = int(settings.num_hidden_layers)
-        allocation = self._allocation(scheme, int(settings.num_key_value_heads), sections)
-        ladder = allocation.inverse_frequencies(theta)
-        self.model.rotary_emb = SchemeRotary(allocation, ladder, 1.0, "half")
-        variants, of_layer = scheme.variants(self.layers)
-        for number, layer in enumerate(self.model.layers):
-            attention: Any = layer.self_attn
-            if len(variants) > 1 and of_layer is not None:
-                hook = pick_variant(of_layer[number], len(variants))
-                attention.register_forward_pre_hook(hook, with_kwargs=True)
-            if self.model.rotary_emb.by_head:
-                attention.forward = partial(by_head_forward, attention, "half", False)
-                for part in (attention.q_proj, attention.k_proj):
-                    part.register_forward_hook(rotate_projection(self.head_dim))
-
-    def _allocation(self, scheme: Scheme, heads: int, sections: Sequence[int] | None) -> Any:
-        pairs = self.head_dim // 2
-        if scheme.allocation == "by_head":
-            dealt = tuple(sections) if sections is not None else tuple(_share(heads))
-            return scheme.allocate(pairs, kv_heads=heads, head_sections=dealt)
-        return scheme.allocate(pairs, **({} if sections is None else {"sections": tuple(sections)}))
-
-    @torch.no_grad()
-    def initialise(self, ordered: Sequence[tuple[int, int]] = (), base: float = 100.0) -> None:
-        """Keys start as queries, and words with an order as turned sines of their place; see :func:`create_vlm`."""
-        for layer in self.model.layers:
-            query, key = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight
-            groups = len(query) // len(key)  # of several queries that share a key, the first
-            of_heads = query.unflatten(0, (-1, groups, self.head_dim))[:, 0]
-            key.copy_(of_heads.flatten(0, 1))
-        width = self.embedding.embedding_dim
-        size = float(self.model.config.initializer_range) * math.sqrt(2.0)
-        for first, count in ordered:
-            table = sincos(torch.arange(count, dtype=torch.float32)[:, None], width, base)
-            turn = torch.linalg.qr(torch.randn(width, width))[0]  # a basis of its own for each order
-            self.embedding.weight[first : first + count] = table @ turn * size
-
-    @property
-    def embedding(self) -> nn.Embedding:
-        """Embeddings of words, which also make the logits."""
-        return self.model.embed_tokens
-
-    def forward(self, x: Tensor, layout: PositionLayout, allowed: Tensor, cache: Any = None) -> Tensor:
-        """Hidden states.
-
-        Args:
-            x: embeddings of the new tokens.
-            layout: places of the new tokens.
-            allowed: which tokens each may attend to; one pattern for all layers, or one for each variant.
-            cache: a transformers cache that is read and extended, or ``None``.
-
-        Shape:
-            x ``(B, L, D)``, allowed bool ``(B or 1, 1 or V, L, past + L)``; returns ``(B, L, D)``.
-        """
-        ids = layout.ids
-        if ids.shape[2] != len(x):
-            ids = ids.expand(-1, -1, len(x), -1)
-        plain = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
-        given = {} if cache is None else {_cache_name(self.model): cache, "use_cache": True}
-        token = IDS.set(ids)
-        try:
-            out = self.model(
-                inputs_embeds=x, attention_mask=allowed, position_ids=plain, **({"use_cache": False} | given)
-            )
-        finally:
-            IDS.reset(token)
-        return out.last_hidden_state
-
-
-def _share(heads: int) -> list[int]:
-    """Heads for t, h and w, as equal as can be; h and w equal."""
-    spatial = -(-heads // 3) if heads > 2 else 1
-    return [max(heads - 2 * spatial, 0), spatial, spatial]
-
-
-def _cache_name(model: Any) -> str:
-    import inspect
-
-    return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
 class Vlm(nn.Module):
@@ -248,16 +70,11 @@ class Vlm(nn.Module):
         """How tokens are placed."""
         return self.decoder.scheme
 
-    def segments_of(self, pixels: Tensor, *, video: bool = False) -> Segment:
-        """The segment that images ``(1, C, H, W)`` or the frames of a video ``(T, C, H, W)`` fill."""
-        rows, cols = self.tower.grid(*pixels.shape[-2:])
-        return Video(len(pixels), rows, cols) if video else Image(rows, cols)
-
     def layout(self, rows: Sequence[Sequence[Segment]], **options: Any) -> PositionLayout:
         """Places of the tokens of a batch; drawn steps of images (V2PE, HoPE) in training mode only."""
         rows = self.scheme.randomise(rows) if self.training else rows
         layout = self.scheme.layout(rows, num_layers=self.decoder.layers, **options)
-        return _to(layout, self.decoder.embedding.weight.device)
+        return layout.to(self.decoder.embedding.weight.device)
 
     def project(self, pixels: Tensor) -> Tensor:
         """What is in each cell of images of one size, as the decoder would say it: before any place is added.
@@ -378,12 +195,7 @@ class Vlm(nn.Module):
 
         Shape: ``(B or 1, 1 or V, L, L)``.
         """
-        count = layout.num_variants if layout.level is not None else 1
-        parts = []
-        for variant in range(count):
-            level = None if layout.level is None else layout.level[variant][None]
-            parts.append(replace(layout, level=level, layer_variant=None).dense_mask())
-        allowed = torch.cat(parts, dim=1) | torch.diag_embed(~layout.mask)[:, None]
+        allowed = layout.variant_masks() | torch.diag_embed(~layout.mask)[:, None]
         if branch is not None:
             branch = branch.to(allowed.device)
             branch = branch[None] if branch.dim() == 1 else branch
@@ -446,87 +258,6 @@ class Vlm(nn.Module):
                 allowed = layout.mask[:, None, None, :]
                 hidden = self.decoder(new, layout.slots(before, before + 1), allowed, cache)[:, -1]
         return torch.stack(out, dim=1)
-
-
-def _to(layout: PositionLayout, device: torch.device) -> PositionLayout:
-    moved = {
-        name: value.to(device)
-        for name in ("ids", "kind", "block", "cursor", "level", "sequence")
-        if (value := getattr(layout, name)) is not None
-    }
-    return replace(layout, **moved)
-
-
-def tile_image(image: Tensor, side: int, *, max_tiles: int = 12, cell: int = 8) -> tuple[Tensor, Tiles | Image]:
-    """Cut a large image into square tiles of one size and put a thumbnail behind them, as LLaVA-NeXT and InternVL do.
-
-    The grid is the one of at most ``max_tiles`` tiles whose form is nearest to that of the image, of those the one
-    with the area nearest to it.
-
-    Args:
-        image: the image.
-        side: pixels of a tile.
-        max_tiles: most tiles.
-        cell: pixels of a visual token.
-
-    Shape:
-        image ``(C, H, W)``; returns ``(tiles + 1, C, side, side)`` and the segment, or the one tile that is the whole
-        image.
-
-    Example:
-        >>> tiles, segment = tile_image(torch.zeros(1, 32, 64), 32)
-        >>> tiles.shape, segment
-        (torch.Size([3, 1, 32, 32]), Tiles(tile_rows=1, tile_cols=2, side=4, thumbnail=True, step=None))
-    """
-    if image.dim() != 3 or side % cell or side < cell or max_tiles < 1:
-        raise ValueError(
-            f"image, side: expected (C, H, W), a multiple of {cell} pixels and at least one tile, got "
-            f"{tuple(image.shape)}, {side} and max_tiles {max_tiles}"
-        )
-    height, width = image.shape[-2:]
-    grids = [(r, c) for r in range(1, max_tiles + 1) for c in range(1, max_tiles + 1) if r * c <= max_tiles]
-    form = lambda grid: abs(torch.tensor(grid[0] * width / (grid[1] * height)).log().item())  # noqa: E731
-    area = lambda grid: abs(torch.tensor(grid[0] * grid[1] * side**2 / (height * width)).log().item())  # noqa: E731
-    rows, cols = min(grids, key=lambda grid: (round(form(grid), 6), area(grid)))
-    whole = _fit(image, side, side)
-    if rows * cols == 1:
-        return whole[None], Image(side // cell, side // cell)
-    large = _fit(image, rows * side, cols * side)
-    tiles = large.unflatten(1, (rows, side)).unflatten(3, (cols, side)).permute(1, 3, 0, 2, 4).flatten(0, 1)
-    return torch.cat([tiles, whole[None]]), Tiles(rows, cols, side // cell)
-
-
-def _fit(image: Tensor, height: int, width: int) -> Tensor:
-    if image.shape[-2:] == (height, width):
-        return image
-    return F.interpolate(image[None], (height, width), mode="bilinear", antialias=True, align_corners=False)[0]
-
-
-def create_tower(
-    encoding: Any, *, in_chans: int, train_grid: Sequence[int], patch_size: int = 4, **options: Any
-) -> Tower:
-    """The vision tower: a micro ViT (or a timm ViT by ``name``) for images of ``train_grid`` patches."""
-    name = options.pop("name", "vit_micro")
-    sizes = tuple(side * patch_size for side in train_grid)
-    vit = create_vit(
-        name, encoding=encoding, image_size=sizes, patch_size=patch_size, in_chans=in_chans, num_classes=0, **options
-    )
-    return Tower(vit)
-
-
-def create_dense_tower(
-    *,
-    encoding: Any = "rope_mixed",
-    in_chans: int = 1,
-    num_classes: int = 10,
-    train_grid: Sequence[int] = (12, 16),
-    tower: Mapping[str, Any] | None = None,
-) -> DenseTower:
-    """A tower that learns what lies where, before it becomes part of a :class:`Vlm`."""
-    made = create_tower(encoding, in_chans=in_chans, train_grid=train_grid, **dict(tower or {}))
-    model = DenseTower(made, num_classes)
-    _initialise(model.dense)
-    return model
 
 
 def create_vlm(
@@ -596,14 +327,6 @@ def create_vlm(
         grid = [side // MERGE for side in train_grid]
         places = create_encoding(visual_encoding, width, 1, 1, train_grid=grid)
     model = Vlm(made, Projector(made.width, width), language, image_token=image_token, places=places)
-    _initialise(model.projector)
+    initialise_linear(model.projector)
     language.initialise(ordered)
     return model
-
-
-@torch.no_grad()
-def _initialise(module: nn.Module) -> None:
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.xavier_uniform_(part.weight)
-            nn.init.zeros_(part.bias)

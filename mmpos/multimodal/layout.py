@@ -116,6 +116,13 @@ class PositionLayout:
         b = torch.arange(batch, device=self.kind.device)[:, None, None]
         return self.mask_mod(layer)(b, torch.zeros_like(b), index[None, :, None], index[None, None, :])[:, None]
 
+    def variant_masks(self) -> Tensor:
+        """The patterns of all variants, ``(B, V, L, L)``; ``(B, 1, L, L)`` where every layer has the same."""
+        if self.level is None:
+            return self.dense_mask()
+        levels = [replace(self, level=level[None], layer_variant=None) for level in self.level]
+        return torch.cat([variant.dense_mask() for variant in levels], dim=1)
+
     @property
     def is_causal(self) -> bool:
         """Whether the pattern is plain causal attention over real tokens."""
@@ -167,6 +174,12 @@ class PositionLayout:
             level=None if self.level is None else self.level[..., start:stop],
             sequence=None if self.sequence is None else self.sequence[:, start:stop],
         )
+
+    def to(self, device: torch.device | str) -> PositionLayout:
+        """The layout on another device."""
+        names = ("ids", "kind", "block", "cursor", "level", "sequence")
+        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
+        return replace(self, **moved)
 
     def rows(self, index: Tensor) -> PositionLayout:
         """Choose or repeat rows of the batch (beams, several continuations of one prompt)."""

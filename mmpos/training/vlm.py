@@ -17,30 +17,16 @@ from mmpos.training.module import TrainingModule
 __all__ = ["AnswerModule", "DenseModule", "NameModule", "answer_loss", "build_answers", "build_dense", "build_names"]
 
 
-class DenseModule(TrainingModule):
-    """A tower learns the class and the edges of what lies in each cell.
+class CellModule(TrainingModule):
+    """A model learns what lies in each cell of an image; ``val/accuracy`` is the share of right cells."""
 
-    Args:
-        model: a :class:`~mmpos.models.vlm.DenseTower`.
-        edge_weight: weight of the edges, whose loss is smooth L1 in cells.
-        common: arguments of :class:`TrainingModule`.
-    """
-
-    def __init__(self, model: nn.Module, *, edge_weight: float = 1.0, **common: Any) -> None:
+    def __init__(self, model: nn.Module, **common: Any) -> None:
         super().__init__(model, **common)
-        if edge_weight < 0:
-            raise ValueError(f"objective.options.edge_weight: expected 0 or more, got {edge_weight}")
-        self.edge_weight = edge_weight
         self.accuracy = MeanMetric()
 
     def loss(self, batch: DenseBatch) -> tuple[Tensor, Tensor]:
         """Loss, and which cells were right."""
-        logits, edges = self.model(batch.pixels)
-        covered = batch.labels < logits.shape[-1] - 1
-        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
-        wrong = F.smooth_l1_loss(edges.float(), batch.edges, beta=0.25, reduction="none").mean(-1)
-        loss = loss + self.edge_weight * (wrong * covered).sum() / covered.sum().clamp_min(1)
-        return loss, (logits.argmax(-1) == batch.labels).float()
+        raise NotImplementedError
 
     def training_step(self, batch: DenseBatch, batch_idx: int) -> Tensor:
         """Loss of one batch."""
@@ -56,7 +42,32 @@ class DenseModule(TrainingModule):
         self.log("val/accuracy", self.accuracy, prog_bar=True, batch_size=len(batch))
 
 
-class NameModule(TrainingModule):
+class DenseModule(CellModule):
+    """A tower learns the class and the edges of what lies in each cell.
+
+    Args:
+        model: a :class:`~mmpos.models.vlm.DenseTower`.
+        edge_weight: weight of the edges, whose loss is smooth L1 in cells.
+        common: arguments of :class:`TrainingModule`.
+    """
+
+    def __init__(self, model: nn.Module, *, edge_weight: float = 1.0, **common: Any) -> None:
+        super().__init__(model, **common)
+        if edge_weight < 0:
+            raise ValueError(f"objective.options.edge_weight: expected 0 or more, got {edge_weight}")
+        self.edge_weight = edge_weight
+
+    def loss(self, batch: DenseBatch) -> tuple[Tensor, Tensor]:
+        """Loss, and which cells were right."""
+        logits, edges = self.model(batch.pixels)
+        covered = batch.labels < logits.shape[-1] - 1
+        loss = F.cross_entropy(logits.float().flatten(0, 1), batch.labels.flatten())
+        wrong = F.smooth_l1_loss(edges.float(), batch.edges, beta=0.25, reduction="none").mean(-1)
+        loss = loss + self.edge_weight * (wrong * covered).sum() / covered.sum().clamp_min(1)
+        return loss, (logits.argmax(-1) == batch.labels).float()
+
+
+class NameModule(CellModule):
     """Visual tokens learn to name what lies in their cell: the projector finds the words of the decoder.
 
     The logits are products with the embeddings of words, without the decoder: the alignment that LLaVA gets from
@@ -71,7 +82,6 @@ class NameModule(TrainingModule):
     def __init__(self, model: nn.Module, *, words: tuple[int, ...], **common: Any) -> None:
         super().__init__(model, **common)
         self.words = words
-        self.accuracy = MeanMetric()
 
     def loss(self, batch: DenseBatch) -> tuple[Tensor, Tensor]:
         """Loss, and which cells were right."""
@@ -79,19 +89,6 @@ class NameModule(TrainingModule):
         model: Any = self.model
         logits = model.logits(model.project(batch.pixels)).flatten(0, 1).float()
         return F.cross_entropy(logits, named), (logits.argmax(-1) == named).float()
-
-    def training_step(self, batch: DenseBatch, batch_idx: int) -> Tensor:
-        """Loss of one batch."""
-        loss, _ = self.loss(batch)
-        self.log_loss(loss, len(batch))
-        return loss
-
-    def validation_step(self, batch: DenseBatch, batch_idx: int) -> None:
-        """Loss and share of right cells."""
-        loss, right = self.loss(batch)
-        self.accuracy.update(right)
-        self.log("val/loss", loss, sync_dist=True, batch_size=len(batch))
-        self.log("val/accuracy", self.accuracy, prog_bar=True, batch_size=len(batch))
 
 
 class AnswerModule(TrainingModule):

@@ -395,3 +395,18 @@ def test_steps_beside_token_types_are_those_of_segments() -> None:
         rule.layout_from_types(types, mask=expected.mask, steps=steps[:2], **grids)
     with pytest.raises(ValueError, match=r"train_steps: expected positive steps.*block 'grid'; give train_steps=\(\)"):
         scheme("v2pe", block="grid")
+
+
+def test_masks_of_variants_are_those_of_their_layers_and_devices_carry_all() -> None:
+    rows = [[Text(1), Image(4, 5), Text(2)], [Text(3)]]
+    for name, count in (("pype", 2), ("cca", 1), ("mrope", 1)):
+        layout = scheme(name).layout(rows, num_layers=8)
+        masks = layout.variant_masks()
+        assert masks.shape == (2, count, 23, 23)
+        for layer in range(8):
+            variant = layout.variant_of(layer) if count > 1 else 0
+            assert torch.equal(masks[:, variant : variant + 1], layout.dense_mask(layer))
+        moved = layout.to("meta")
+        tensors = [moved.ids, moved.kind, moved.block, moved.cursor, *([] if moved.level is None else [moved.level])]
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+        assert (moved.level is None) == (layout.level is None)
