@@ -115,11 +115,12 @@ class VlmBatch:
         questions: where the questions stand, in order of their branches.
         boxes: the right box of each question that has one, ``x0, y0, x1, y1`` in pixels (else zeros).
         places: the words for places, where there are such.
+        shown: in which image or frame the box of each question lies.
         names: token number of the word for what lies in each visual token, where that is known.
 
     Shape:
         pixels each ``(B, n, C, H, W)``, tokens and labels ``(B, L)``, branch ``(L,)``, boxes ``(B, questions, 4)``,
-        names ``(B, visual tokens)``.
+        shown ``(B, questions)``, names ``(B, visual tokens)``.
     """
 
     pixels: list[Tensor]
@@ -130,6 +131,7 @@ class VlmBatch:
     questions: tuple[Question, ...]
     boxes: Tensor
     places: Places | None = None
+    shown: Tensor | None = None
     names: Tensor | None = None
 
     def __len__(self) -> int:
@@ -139,7 +141,8 @@ class VlmBatch:
         """The batch on another device."""
         names = ("tokens", "labels", "branch", "boxes")
         moved: dict[str, Any] = {name: getattr(self, name).to(device, **options) for name in names}
-        moved["names"] = None if self.names is None else self.names.to(device, **options)
+        for name, part in (("shown", self.shown), ("names", self.names)):
+            moved[name] = None if part is None else part.to(device, **options)
         return replace(self, pixels=[block.to(device, **options) for block in self.pixels], **moved)
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mmpos.data import create_data
-from mmpos.data.grounding import QUESTIONS, MnistGrounding, Shape
+from mmpos.data.grounding import QUESTIONS, MnistGrounding
+from mmpos.data.questions import Shape
 from mmpos.data.scenes import CELL, INK
 from mmpos.data.vlm import IGNORED, Vocabulary, assemble, box_overlap, dense_targets
 from mmpos.multimodal import Image, Text
@@ -48,7 +49,7 @@ def test_answers_about_images_follow_from_the_canvas(data: MnistGrounding) -> No
     directions = nothing = 0
     for (canvas,), asked in rows_of(data, Shape("image", 1, 6, 8), range(60)):
         labels = [digit.label for digit in canvas.digits]
-        for kind, question, answer, box in asked:
+        for kind, question, answer, box, _ in asked:
             last = int(question.split()[-1])
             if kind == "count":
                 assert answer == f"#{labels.count(last)}"
@@ -80,7 +81,7 @@ def test_answers_about_sequences_follow_from_the_canvases(data: MnistGrounding, 
     for canvases, asked in rows_of(data, shape, range(20)):
         labels = [canvas.digits[0].label for canvas in canvases]
         assert len(labels) == shape.count
-        for kind, question, answer, _ in asked:
+        for kind, question, answer, *_ in asked:
             last = question.split()[-1]
             if kind == "in image":
                 assert answer == str(labels[int(last[1:]) - 1])

@@ -89,7 +89,7 @@ def test_right_and_wrong_answers_are_counted_as_they_should() -> None:
     assert overlaps(batch, batch.tokens, 5) is None
     far = batch.tokens.clone()
     first = batch.questions[0].answer
-    far[:, first : first + 4] = data.places.first + torch.tensor([40, 40, 48, 48])
+    far[:, first : first + 4] = data.places(data.shapes[0]).first + torch.tensor([40, 40, 48, 48])
     assert not bool(right_answers(batch, far)[:, 0].any())
 
 
