@@ -198,9 +198,7 @@ def _view(canvas: Canvas) -> View:
     return View(canvas.pixels, [(digit.label, digit.box) for digit in canvas.digits])
 
 
-def _image_questions(
-    canvas: Canvas, kinds: Sequence[str], draw: np.random.Generator
-) -> list[Asked]:
+def _image_questions(canvas: Canvas, kinds: Sequence[str], draw: np.random.Generator) -> list[Asked]:
     unique = canvas.unique()
     order = [unique[i] for i in draw.permutation(len(unique))]
     labels = [digit.label for digit in canvas.digits]
@@ -252,9 +250,7 @@ def _clear_directions(canvas: Canvas) -> list[tuple[int, str, str]]:
     return clear or [max(found)[1:]]
 
 
-def _sequence_questions(
-    labels: Sequence[int], kinds: Sequence[str], draw: np.random.Generator
-) -> list[Asked]:
+def _sequence_questions(labels: Sequence[int], kinds: Sequence[str], draw: np.random.Generator) -> list[Asked]:
     """Questions about images or frames with one digit each; only digits that occur once are asked for."""
     once = [place for place, label in enumerate(labels) if list(labels).count(label) == 1]
     out: list[Asked] = []

@@ -70,9 +70,10 @@ def shapes_of(
         if wrong:
             form = "[rows, cols]" if wanted == 2 else "[count, rows, cols]"
             raise ValueError(f"{option}: expected entries {form} in visual tokens, got {wrong[0]}")
-    found = [Shape("image", 1, *map(int, entry), cell=cell) for entry in images]
-    found += [Shape("images", *map(int, entry), cell=cell) for entry in several]
-    return (*found, *(Shape("video", *map(int, entry), cell=cell) for entry in videos))
+    found = [Shape("image", 1, int(rows), int(cols), cell) for rows, cols in images]
+    for kind, entries in (("images", several), ("video", videos)):
+        found += [Shape(kind, int(count), int(rows), int(cols), cell) for count, rows, cols in entries]
+    return tuple(found)
 
 
 class View(NamedTuple):

@@ -26,6 +26,8 @@ _DATA = {
     "mnist_points": ("points", "MnistPoints"),
     "ycb_scans": ("points", "YcbScans"),
     "mnist_grounding": ("grounding", "MnistGrounding"),
+    "bccd": ("bccd", "Bccd"),
+    "nlvr": ("nlvr", "Nlvr"),
 }
 
 

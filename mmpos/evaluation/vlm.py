@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -91,7 +92,7 @@ def run_vlm(
             two below.
         several: forms of several images.
         videos: forms of videos.
-        count: test rows of each form.
+        count: test rows of each form, as far as the data have as many.
         device: where to run; default where the model is.
         autocast: reduced precision, such as ``torch.bfloat16``.
         overhead: whether to time the model.
@@ -113,16 +114,17 @@ def run_vlm(
     examples: list[tuple[VlmBatch, Tensor]] = []
     try:
         for form in forms:
-            found, seconds = _answers(model, data, form, count, device, autocast, examples)
+            found, tested, seconds = _answers(model, data, form, count, device, autocast, examples)
             for metric, values in found.items():
                 value, n = float(values.double().mean()), int(values.numel())
                 ends: tuple[float | None, float | None] = (None, None)
                 if metric.endswith("accuracy"):
                     # questions about one picture are not independent: the interval counts rows
-                    ends = wilson_interval(round(value * count), count)
+                    ends = wilson_interval(round(value * tested), tested)
                 rows.append(Row(scheme, form.tokens, form.name, metric, value, *ends, n))
             if overhead:
-                rows.append(Row(scheme, form.tokens, form.name, "rows_per_second", count / max(seconds, 1e-9), n=count))
+                speed = tested / max(seconds, 1e-9)
+                rows.append(Row(scheme, form.tokens, form.name, "rows_per_second", speed, n=tested))
             if progress:
                 print(
                     f"{scheme}, {form.name}: " + ", ".join(_said(row) for row in rows if row.coordinates == form.name)
@@ -144,10 +146,10 @@ def _answers(
     device: torch.device,
     autocast: torch.dtype | None,
     examples: list[tuple[VlmBatch, Tensor]],
-) -> tuple[dict[str, Tensor], float]:
-    """Right or wrong for every question by metric, overlaps of boxes, and the seconds it took."""
+) -> tuple[dict[str, Tensor], int, float]:
+    """Right or wrong for every question by metric, overlaps of boxes, how many rows, and the seconds it took."""
     parts: dict[str, list[Tensor]] = {}
-    seconds = 0.0
+    tested, seconds = 0, 0.0
     with data.whole():
         for number, loaded in enumerate(data.test_form(form, count)):
             batch = loaded.to(device)
@@ -155,6 +157,7 @@ def _answers(
             with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
                 answers = greedy_answers(model, batch)
             seconds += now(device) - start
+            tested += len(batch)
             if number == 0:
                 examples.append((loaded, answers.cpu()))
             right = right_answers(batch, answers).cpu()
@@ -165,7 +168,7 @@ def _answers(
                 if overlap is not None:
                     parts.setdefault(f"{metric}_iou", []).append(overlap.cpu())
             parts.setdefault("all_accuracy", []).append(right.flatten())
-    return {metric: torch.cat(values) for metric, values in parts.items()}, seconds
+    return {metric: torch.cat(values) for metric, values in parts.items()}, tested, seconds
 
 
 def _summary(rows: Sequence[Row], scheme: str, trained: Mapping[str, int]) -> list[Row]:
@@ -224,7 +227,7 @@ def vlm_figure(evaluation: VlmEvaluation, data: Any, examples: Sequence[tuple[Vl
         row = min(number // len(boxed), len(batch) - 1)
         which = _boxes(batch)[0]
         question = batch.questions[which]
-        axis.imshow(batch.pixels[0][row, 0].movedim(0, -1).squeeze(-1).numpy(), cmap="gray_r")
+        axis.imshow(_picture(batch, row, which, data), cmap="gray_r")
         for box, colour in (
             (batch.boxes[row, which], PALETTE[2]),
             (box_of(batch, answers, which)[row], PALETTE[1]),
@@ -254,6 +257,14 @@ def vlm_figure(evaluation: VlmEvaluation, data: Any, examples: Sequence[tuple[Vl
     style_axis(axis)
     axis.legend(fontsize=8, frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
+
+
+def _picture(batch: VlmBatch, row: int, which: int, data: Any) -> np.ndarray:
+    """The image or frame that a question is about, in colours on [0, 1] or in grey. Shape: ``(H, W)`` or with 3."""
+    shown = 0 if batch.shown is None else int(batch.shown[row, which])
+    frames = torch.cat([block[row] for block in batch.pixels])
+    mean, std = (torch.tensor(values)[:, None, None] for values in (data.mean, data.std))
+    return (frames[shown] * std + mean).clamp(0, 1).movedim(0, -1).squeeze(-1).numpy()
 
 
 def _boxes(batch: VlmBatch) -> list[int]:

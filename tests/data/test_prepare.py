@@ -1,6 +1,7 @@
 """The preparation scripts of datasets/, and the cards next to them."""
 
 import hashlib
+import json
 import runpy
 from pathlib import Path
 
@@ -121,3 +122,56 @@ def test_scans_of_meshes(tmp_path, capsys):
     assert len(data.labels("test")) == 4
     with pytest.raises(SystemExit, match="no other.obj"):
         main([str(tmp_path / "in"), str(out), "--mesh", "other.obj", "--classes", "Box"])
+
+
+def test_pictures_and_sentences_of_nlvr(tmp_path, capsys):
+    entry = {"x_loc": 40, "y_loc": 80, "size": 20, "type": "square", "color": "#0099ff"}
+    for split, table, ids in (("dev", "dev.json", ("7-0", "7-1", "9-0")), ("test", "test.json", ("3-2",))):
+        (tmp_path / "nlvr" / split / "images" / "0").mkdir(parents=True)
+        lines = []
+        for number, name in enumerate(ids):
+            pixels = np.full((100, 400, 3), 211, np.uint8)
+            pixels[80:100, 40:60] = (0, 153, 255)
+            Image.fromarray(pixels).save(tmp_path / "nlvr" / split / "images" / "0" / f"{split}-{name}-0.png")
+            boxes = [[entry], [], []]
+            told = {"identifier": name, "label": ("false", "true")[number % 2], "sentence": "A blue square"}
+            lines.append(json.dumps({**told, "structured_rep": boxes}))
+        (tmp_path / "nlvr" / split / table).write_text("\n".join(lines))
+    main = script("nlvr")
+    main([str(tmp_path / "nlvr"), str(tmp_path / "out"), "--train", "dev/dev.json"])
+    assert "4 pictures" in capsys.readouterr().out
+    data = create_data("nlvr", root=tmp_path / "out", batch_size=1, train_count=2, val_fraction=0.5)
+    assert {split: len(members) for split, members in data.splits.items()} == {"train": 1, "val": 2, "test": 1}
+    assert [record["label"] for record in data.records] == [False, True, False, False]
+    (view, _, _), asked = data.row("test", data.shapes[0], (3, 0))
+    assert view.pixels[86, 48].tolist() == [0, 153, 255]
+    assert asked[1].answer == "[40] [80] [60] [100]"
+    with pytest.raises(SystemExit, match=r"hidden_final\.json is not there"):
+        main([str(tmp_path / "nlvr"), str(tmp_path / "out")])
+
+
+def test_photographs_and_boxes_of_bccd(tmp_path, capsys):
+    source = tmp_path / "BCCD"
+    for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
+        (source / folder).mkdir(parents=True)
+    for number, split in enumerate(("train", "val", "test")):
+        pixels = np.full((480, 640, 3), 230, np.uint8)
+        pixels[100:200, 300:440] = 60
+        Image.fromarray(pixels).save(source / "JPEGImages" / f"b{number}.jpg")
+        (source / "ImageSets" / "Main" / f"{split}.txt").write_text(f"b{number}\n")
+        boxes = [("WBC", 300, 100, 440, 200), ("RBC", 5, 5, 5, 9), ("Platelets", 600, 400, 650, 440)]
+        objects = "".join(
+            f"<object><name>{name}</name><bndbox><xmin>{x0}</xmin><ymin>{y0}</ymin><xmax>{x1}</xmax><ymax>{y1}</ymax>"
+            "</bndbox></object>"
+            for name, x0, y0, x1, y1 in boxes
+        )
+        (source / "Annotations" / f"b{number}.xml").write_text(f"<annotation>{objects}</annotation>")
+    main = script("bccd")
+    main([str(source), str(tmp_path / "out")])
+    assert "3 photographs, 6 boxes" in capsys.readouterr().out
+    photo = create_data("bccd", root=tmp_path / "out", batch_size=1, train_count=1).photos["test"][0]
+    assert photo.objects == ((1, (150.0, 50.0, 220.0, 100.0)), (2, (300.0, 200.0, 320.0, 220.0)))
+    assert photo.pixels[55:95, 155:215].max() < 90
+    assert photo.pixels[:45].min() > 200
+    with pytest.raises(SystemExit, match=r"train\.txt is not there"):
+        main([str(tmp_path), str(tmp_path / "out")])

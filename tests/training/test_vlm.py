@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from mmpos.models.vlm import create_vlm
 from mmpos.training.build import check_config
 from mmpos.training.stages import train_stages
 from mmpos.training.vlm import answer_loss
+from tests.data.boxed_files import write_bccd, write_nlvr
 
 pytest.importorskip("transformers")
 pytest.importorskip("mlxtend")
@@ -141,6 +143,37 @@ def test_three_stages_end_with_a_table_and_leave_the_tower_alone(tmp_path: Path)
     assert {row.encoding for row in rows} == {"mrope_interleave"}
     page = (tmp_path / "whole" / "report.md").read_text()
     assert "image 32 x 40" in page
+    assert (tmp_path / "whole" / "vlm.png").stat().st_size > 10_000
+
+
+SMALL = [
+    entry for entry in TINY if not entry.startswith(("recipe", "data.images", "data.several", "data.videos", "eval"))
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "forms"),
+    [
+        ("nlvr", write_nlvr, ["data.several=[[3,4,4]]", "evaluation.several=[[3,4,4],[3,5,5]]"]),
+        ("bccd", write_bccd, ["data.images=[[5,8],[8,5]]", "evaluation.images=[[5,8],[10,12]]"]),
+    ],
+)
+def test_pictures_with_boxes_train_in_three_stages_too(
+    tmp_path: Path, name: str, write: Callable[[Path], None], forms: list[str]
+) -> None:
+    pytest.importorskip("PIL.Image")
+    (tmp_path / "files").mkdir()
+    write(tmp_path / "files")
+    options = [f"recipe=vlm_{name}", f"data.root={tmp_path / 'files'}", *SMALL, *forms, "evaluation.count=3"]
+    train_stages(
+        compose([*options, "++stages.tower.data.train_count=8", "++stages.projector.data.train_count=8"]), tmp_path
+    )
+    rows = read_results(tmp_path / "results.csv")
+    assert len({row.coordinates for row in rows} - {"trained", "beyond"}) == 2
+    kinds = {"nlvr": {"sentence", "where", "count", "which"}, "bccd": {"where", "what", "count"}}[name]
+    assert {f"{kind}_accuracy" for kind in kinds} <= {row.metric for row in rows}
+    tested = {row.n for row in rows if row.metric == "rows_per_second"}
+    assert tested == {3}
     assert (tmp_path / "whole" / "vlm.png").stat().st_size > 10_000
 
 
