@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmpos.encodings.base import PositionEncoding
+from mmpos.encodings.base import BiasSlice, PositionEncoding
 from mmpos.encodings.registry import LayerState
 
-__all__ = ["attend", "fused_attention", "plain_attention"]
+__all__ = ["attend", "fused_attention", "plain_attention", "sliced_attention"]
 
 
 def attend(
@@ -61,7 +63,13 @@ def attend(
         q, k, v = encoding.transform_qkv(q, k, v, prepared, x)
     bias = merge_masks(mask, layer.mask, q, k)
     owner: tuple[PositionEncoding, object] | None = None
+    slices: Iterator[BiasSlice] | None = None
+    whole = plain or any(encoding.owns_attention for encoding in layer.encodings)
     for encoding, prepared in zip(layer.encodings, layer.prepared, strict=True):
+        if not whole and slices is None:
+            slices = encoding.logit_bias_slices(q, k, prepared)
+            if slices is not None:
+                continue
         term = encoding.logit_bias(q, k, prepared)
         if term is not None:
             bias = add_bias(bias, term.to(q.dtype))
@@ -69,6 +77,8 @@ def attend(
             owner = (encoding, prepared)
     if owner is not None:
         out = owner[0].attend(q, k, v, owner[1], bias=bias, scale=scale, dropout_p=dropout_p, plain=plain)
+    elif slices is not None:
+        out = sliced_attention(q, k, v, slices, bias=bias, scale=scale, dropout_p=dropout_p)
     else:
         out = (plain_attention if plain else fused_attention)(q, k, v, bias=bias, scale=scale, dropout_p=dropout_p)
     for encoding, prepared in zip(reversed(layer.encodings), reversed(layer.prepared), strict=True):
@@ -137,3 +147,22 @@ def fused_attention(
         q, k, v = (F.pad(t, (0, padded - t.shape[-1])) if t.shape[-1] < padded else t for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=scale)
     return out if out.shape[-1] == width else out[..., :width]
+
+
+def sliced_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: Iterable[BiasSlice],
+    *,
+    bias: Tensor | None,
+    scale: float,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """SDPA for a few samples and heads at a time, each with its own part of a bias that would be large as a whole."""
+    out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
+    full = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    for b, h, term in slices:
+        part = add_bias(None if full is None else full[b, h], term.to(q.dtype))
+        out[b, h] = fused_attention(q[b, h], k[b, h], v[b, h], bias=part, scale=scale, dropout_p=dropout_p)
+    return out

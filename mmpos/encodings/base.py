@@ -12,7 +12,7 @@ an immutable value (tables, bucket indices) that the other hooks receive; no hoo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +21,10 @@ from torch import Tensor, nn
 
 from mmpos.positions import Positions
 
-__all__ = ["Facts", "PositionEncoding", "ScoreMod", "score_of_pairs"]
+__all__ = ["BiasSlice", "Facts", "PositionEncoding", "ScoreMod", "score_of_pairs"]
+
+#: samples, heads, and the bias of these
+BiasSlice = tuple[slice, slice, Tensor]
 
 #: score, sample, head, query and key to the changed score, as ``flex_attention`` takes it
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -182,6 +185,10 @@ class PositionEncoding(nn.Module):
 
     def logit_bias(self, q: Tensor, k: Tensor, prepared: Any) -> Tensor | None:
         """A term added to the attention logits, broadcastable to ``(B, heads, P + N, P + N)``."""
+        return None
+
+    def logit_bias_slices(self, q: Tensor, k: Tensor, prepared: Any) -> Iterator[BiasSlice] | None:
+        """:meth:`logit_bias` slice by slice of batch and heads, where that is faster; ``None`` where it is not."""
         return None
 
     def score_mod(self, q: Tensor, k: Tensor, prepared: Any) -> ScoreMod | None:

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.coordinates import rescaled
-from mmpos.encodings.base import Facts, PositionEncoding, ScoreMod
+from mmpos.encodings._slices import slices_of, works_in_one_piece
+from mmpos.encodings.base import BiasSlice, Facts, PositionEncoding, ScoreMod
 from mmpos.encodings.registry import register
 from mmpos.functional.buckets import (
     axis_codes,
@@ -45,11 +46,6 @@ from mmpos.functional.cross_bias import (
     per_token,
 )
 from mmpos.positions import Positions
-
-#: elements of attention logits that are worked on at a time on a CPU, per thread: they should stay in the
-#: second-level cache
-SLICE_ELEMENTS = 2**18
-
 
 Indices = list[tuple[Tensor | None, ...]]
 
@@ -254,6 +250,20 @@ class Irpe(PositionEncoding):
         )
         return self._combine(q, k, key_side, query_side, prepared, self._indices(prepared))
 
+    def logit_bias_slices(self, q: Tensor, k: Tensor, prepared: Buckets) -> Iterator[BiasSlice] | None:
+        """The terms of queries and keys a few heads at a time: all of them at once do not fit into a cache."""
+        if self.owns_attention or self.mode == "bias" or works_in_one_piece(q, k, self.table_k, self.table_q):
+            return None
+        tables = [self._scaled(self.table_k, prepared, q.dtype), self._scaled(self.table_q, prepared, q.dtype)]
+
+        def slices() -> Iterator[BiasSlice]:
+            for b, h, (key_side, query_side), index in _parts(q, tables, self._indices(prepared)):
+                term = self._combine(q[b, h], k[b, h], key_side, query_side, prepared, index)
+                assert term is not None
+                yield b, h, term
+
+        return slices()
+
     def score_mod(self, q: Tensor, k: Tensor, prepared: Buckets) -> ScoreMod:
         """The terms as a ``score_mod`` for ``flex_attention``, which never holds an ``L x L`` bias of each head.
 
@@ -313,13 +323,11 @@ class Irpe(PositionEncoding):
             self._used(self.table_v, prepared, q.dtype, dim=-2),
         ]
         indices = self._indices(prepared)
-        if plain or _whole(q, k, v, self.table_v, self.table_k, self.table_q):
+        if plain or works_in_one_piece(q, k, v, self.table_v, self.table_k, self.table_q):
             return self._attend(q, k, v, tables, prepared, indices, bias, scale, dropout_p)
         out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype).transpose(1, 2)
         full = None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
-        for b, h in _slices(q):
-            part = [[t if t.shape[0] == 1 else t[h] for t in group] for group in tables]
-            index = [tuple(i if i is None or i.shape[0] == 1 else i[b] for i in pair) for pair in indices]
+        for b, h, part, index in _parts(q, tables, indices):
             mask = None if full is None else full[b, h]
             out[b, h] = self._attend(q[b, h], k[b, h], v[b, h], part, prepared, index, mask, scale, dropout_p)
         return out
@@ -437,20 +445,11 @@ def _product(x: Tensor, table: Tensor) -> Tensor:
     return torch.matmul(x, table[0] if table.shape[0] == 1 else table)
 
 
-def _whole(*tensors: Tensor | None) -> bool:
-    """Whether the attention is computed in one piece: slices pay only in eager mode on a CPU and without gradients."""
-    given = [t for t in tensors if t is not None]
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or given[0].device.type != "cpu":
-        return True
-    return torch.is_grad_enabled() and any(t.requires_grad for t in given)
-
-
-def _slices(q: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Slices of batch and heads whose logits stay in the cache."""
-    batch, heads, length, _ = q.shape
-    fit = max(1, SLICE_ELEMENTS * torch.get_num_threads() // (length * length))
-    step_heads = heads if fit >= heads else fit
-    step_batch = max(1, fit // heads)
-    for b in range(0, batch, step_batch):
-        for h in range(0, heads, step_heads):
-            yield slice(b, b + step_batch), slice(h, h + step_heads)
+def _parts(
+    q: Tensor, tables: list[list[Tensor]], indices: Indices
+) -> Iterator[tuple[slice, slice, list[list[Tensor]], Indices]]:
+    """Slices of batch and heads, with what each needs of the tables and the indices."""
+    for b, h in slices_of(q):
+        part = [[t if t.shape[0] == 1 else t[h] for t in group] for group in tables]
+        index: Indices = [tuple(i if i is None or i.shape[0] == 1 else i[b] for i in pair) for pair in indices]
+        yield b, h, part, index

@@ -63,13 +63,17 @@ def test_answers_about_images_follow_from_the_canvas(data: MnistGrounding) -> No
                 assert all(0 <= b - a <= 1 for a, b in zip(digit.box[2:], places[2:], strict=True))
                 continue
             step = np.array(right[question.split()[2]])
-            found = []
+            found, clear = [], 6.0
             for other in canvas.digits:
                 away = np.array(other.centre) - np.array(digit.centre)
-                along = float(away @ step)
-                if other is not digit and along > abs(float(away @ step[::-1])):
+                along, across = float(away @ step), abs(float(away @ step[::-1]))
+                clear = min(clear, abs(along - across)) if other is not digit else clear
+                if other is not digit and along > across:
                     found.append((float(np.hypot(*away)), str(other.label)))
             assert answer == (min(found)[1] if found else "nothing")
+            found.sort()
+            nearest = [entry for entry in found if entry[1] != found[0][1]] or [(np.inf, "")]
+            assert min(clear, nearest[0][0] - found[0][0] if found else np.inf) >= 3.0
             directions += 1
             nothing += answer == "nothing"
     assert directions == 120
@@ -142,6 +146,7 @@ def test_splits_share_no_digit(data: MnistGrounding) -> None:
     assert {split: len(images) for split, images in seen.items()} == {"train": 3800, "val": 200, "test": 1000}
     assert not seen["train"] & seen["test"]
     assert not seen["train"] & seen["val"]
+    assert not seen["val"] & seen["test"]
 
 
 def test_dense_labels_are_those_of_a_count_of_pixels() -> None:

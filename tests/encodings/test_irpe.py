@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmpos import Positions, attend, create_encoding
 from mmpos.checkpoints import irpe_tables
-from mmpos.encodings import irpe as module
+from mmpos.encodings import _slices
 from mmpos.functional.buckets import BUCKET_METHODS, largest_bucket, piecewise_index
 
 HEADS, WIDTH = 2, 4
@@ -116,21 +116,60 @@ def test_every_path_is_the_definition(method, mode, on, grid, prefix, shared, ra
         assert torch.allclose(attend(q, k, v, state), expected, atol=1e-10)
 
 
+@pytest.mark.parametrize("on", ["qkv", "qk", "k", "q"])
 @pytest.mark.parametrize("method", ["product", "cross"])
 @pytest.mark.parametrize("elements", [1, 60, 10**6])
-def test_slices_of_any_size_agree(method, elements, monkeypatch):
-    monkeypatch.setattr(module, "SLICE_ELEMENTS", elements)
-    stack, _ = make(1, method=method, on="qkv", shared_heads=False)
-    positions = Positions.grid(2, 3, num_prefix=1, mask=torch.tensor([[1, 1, 0, 1, 1, 0], [1] * 6, [0] * 6]).bool())
-    q, k, v = content(7, batch=3)
-    state = stack.prepare(positions)[0]
-    whole = attend(q, k, v, state, plain=True)
-    pairs = torch.ones(7, 7, dtype=torch.bool).tril()
+def test_slices_of_any_size_agree(method, on, elements, monkeypatch):
+    monkeypatch.setattr(_slices, "SLICE_ELEMENTS", elements)
+    stack, encoding = make(1, method=method, on=on, shared_heads=False)
+    mask = torch.tensor([[1, 1, 0, 1, 1, 0], [1] * 6, [0] * 6]).bool()
+    places = [Positions.grid(2, 3, num_prefix=1, mask=mask)]
+    places.append(
+        Positions.grid(3, 3, num_prefix=1).take(torch.tensor([[0, 1, 4, 5, 7, 8], [1, 2, 3, 4, 6, 7]] * 2)[:3])
+    )
+    for positions in places:
+        q, k, v = content(7, batch=3)
+        state = stack.prepare(positions)[0]
+        whole = attend(q, k, v, state, plain=True)
+        pairs = torch.ones(7, 7, dtype=torch.bool).tril()
+        added = torch.randn(3, 1, 7, 7, dtype=q.dtype)
+        with torch.no_grad():
+            sliced = encoding.logit_bias_slices(q, k, state.prepared[0])
+            assert (sliced is None) == ("v" in on)
+            assert sliced is None or (len(list(sliced)) == 1) == (elements == 10**6)
+            assert torch.allclose(attend(q, k, v, state), whole, atol=1e-12)
+            for extra in (pairs, added):
+                masked = attend(q, k, v, state, mask=extra)
+                assert torch.allclose(masked, attend(q, k, v, state, mask=extra, plain=True), atol=1e-12)
+                assert (masked - whole).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("others", [["alibi_2d"], ["swin_rpb", "rope_axial"], ["lepe"]])
+def test_slices_go_with_other_encodings(others, monkeypatch):
+    """Biases of other encodings, turned queries and changed outputs meet the terms of each slice."""
+    monkeypatch.setattr(_slices, "SLICE_ELEMENTS", 1)
+    torch.manual_seed(0)
+    specs = [("irpe", {"on": "qk"}), *others]
+    stack = create_encoding(specs, 8 * HEADS, HEADS, num_prefix=1, train_grid=(2, 3)).double()
     with torch.no_grad():
-        assert torch.allclose(attend(q, k, v, state), whole, atol=1e-12)
-        masked = attend(q, k, v, state, mask=pairs)
-        assert torch.allclose(masked, attend(q, k, v, state, mask=pairs, plain=True), atol=1e-12)
-        assert (masked - whole).abs().max() > 1e-3
+        for parameter in stack.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+        q, k, v = torch.randn(3, 2, HEADS, 7, 8, dtype=torch.float64).unbind(0)
+        state = stack.prepare(Positions.grid(2, 3, num_prefix=1))[0]
+        assert torch.allclose(attend(q, k, v, state), attend(q, k, v, state, plain=True), atol=1e-12)
+
+
+def test_terms_with_gradients_and_under_tracing_come_in_one_piece():
+    stack, encoding = make(1, on="k")
+    q, k, v = content(7)
+    prepared = stack.prepare(Positions.grid(2, 3, num_prefix=1))[0].prepared[0]
+    assert encoding.logit_bias_slices(q, k, prepared) is None  # the table learns
+    with torch.no_grad():
+        assert encoding.logit_bias_slices(q, k, prepared) is not None
+    bias, _ = make(1, on="k", mode="bias")
+    with torch.no_grad():  # one bias for all samples is small as it is
+        one = bias.layers[0]["irpe"]
+        assert one.logit_bias_slices(q, k, bias.prepare(Positions.grid(2, 3, num_prefix=1))[0].prepared[0]) is None
 
 
 def test_zero_tables_are_plain_attention():

@@ -93,25 +93,36 @@ def test_decoding_with_a_cache_is_decoding_without(scheme: str, monkeypatch: pyt
         torch.testing.assert_close(torch.stack(steps, 1), whole, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("scheme", list_schemes())
 @torch.no_grad()
-def test_rows_of_different_structure_are_as_alone() -> None:
-    vlm = model("mrope_interleave")
+def test_rows_that_mix_everything_are_as_alone(scheme: str) -> None:
+    vlm = model(scheme)
     rows = [
-        [Text(2), Image(2, 3), Text(3)],
-        [Text(1), Tiles(1, 2, 2), Text(1)],
+        [Text(2), Image(2, 3), Image(1, 2), Text(1), Video(2, 2, 1), Text(3)],
+        [Text(1), Tiles(1, 2, 2), Text(2), Image(3, 1)],
         [Text(4)],
+        [Video(3, 1, 2), Text(1), Image(2, 2), Text(2), Tiles(2, 1, 2), Text(1)],
     ]
-    blocks = [pixels(1, 1, 16, 24, seed=1), pixels(3, 1, 16, 16, seed=2)]
-    tokens = [
-        torch.cat([words(2, 1), places(6), words(3, 2)], 1),
-        torch.cat([words(1, 3), places(12), words(1, 4)], 1),
-        words(4, 5),
+    pictures: list[list[tuple[int, int, int]]] = [  # tiles or frames, and tokens of each along its sides
+        [(1, 2, 3), (1, 1, 2), (2, 2, 1)],
+        [(3, 2, 2), (1, 3, 1)],
+        [],
+        [(3, 1, 2), (1, 2, 2), (3, 2, 2)],
     ]
+    blocks = [
+        [pixels(n, 1, 8 * h, 8 * w, seed=10 * row + number) for number, (n, h, w) in enumerate(of)]
+        for row, of in enumerate(pictures)
+    ]
+    tokens = []
+    for number, row in enumerate(rows):
+        counts = iter([n * h * w for n, h, w in pictures[number]])
+        parts = [words(s.length, number) if isinstance(s, Text) else places(next(counts)) for s in row]
+        tokens.append(torch.cat(parts, 1))
     length = max(row.shape[1] for row in tokens)
     padded = torch.cat([torch.nn.functional.pad(row, (0, length - row.shape[1])) for row in tokens])
-    got = vlm(padded, blocks, rows)
+    got = vlm(padded, [block for of in blocks for block in of], rows)
     for number, (row, token) in enumerate(zip(rows, tokens, strict=True)):
-        alone = vlm(token, blocks[number : number + 1], [row])
+        alone = vlm(token, blocks[number], [row])
         torch.testing.assert_close(got[number : number + 1, : token.shape[1]], alone, atol=2e-5, rtol=1e-4)
 
 
