@@ -80,12 +80,13 @@ def direct(stack: EncodingStack, q: Tensor, k: Tensor, v: Tensor, index: Tensor)
 
 
 def take_turns(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median processor milliseconds of each function; other processes on the machine do not count."""
+    """Median processor milliseconds of each function in turn, the second of two calls; other processes do not count."""
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():
         function()
     for _ in range(rounds):
         for name, function in functions.items():
+            function()  # memory that the contender before it gave back to the system is fetched again
             start = time.thread_time()
             function()
             times[name].append(1e3 * (time.thread_time() - start))

@@ -8,8 +8,8 @@ term.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.encodings._bias import raster_coordinates, whole_coordinates
-from mmpos.encodings.base import Facts, PositionEncoding
+from mmpos.encodings._slices import slices_of, works_in_one_piece
+from mmpos.encodings.base import BiasSlice, Facts, PositionEncoding
 from mmpos.encodings.registry import register
 from mmpos.functional.buckets import compact, gather_key_side
 from mmpos.functional.cross_bias import cross_key_side, per_token
@@ -137,6 +138,21 @@ class DecomposedRpe(PositionEncoding):
             return cross_key_side(scores, axes.rows, axes.num_prefix)
         terms = [gather_key_side(score, index.long()) for score, index in zip(scores, axes.index, strict=True)]
         return torch.stack(terms).sum(0) if len(terms) > 2 else sum(terms[1:], terms[0])
+
+    def logit_bias_slices(
+        self, q: Tensor, k: Tensor, prepared: tuple[AxisIndex, tuple[Tensor, ...]]
+    ) -> Iterator[BiasSlice] | None:
+        """The same a few heads at a time: all of them at once do not fit into a cache."""
+        axes, tables = prepared
+        if works_in_one_piece(q, k, *tables):
+            return None
+
+        def slices() -> Iterator[BiasSlice]:
+            for b, h in slices_of(q):
+                index = tuple(i if i.shape[0] == 1 else i[b] for i in axes.index)
+                yield b, h, self.logit_bias(q[b, h], k[b, h], (replace(axes, index=index), tables))
+
+        return slices()
 
 
 def decomposed_bias(q: Tensor, tables: Sequence[Tensor], q_grid: Sequence[int], k_grid: Sequence[int]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mmpos import Positions, attend, create_encoding
 from mmpos.checkpoints import decomposed_tables, swin_bias_table, swin_cpb_network
+from mmpos.encodings import _slices
 from mmpos.encodings.lookhere import HIDDEN, head_layout
 from mmpos.encodings.swin_rpb import resize_offset_table
 from mmpos.functional.bias import VIEWS, alibi_slopes, geometric_matrix, log_coordinates, pair_offsets, view_mask
@@ -230,6 +231,27 @@ def test_decomposed_terms_pair_by_pair(grid, prefix, kept):
             vector = encoding.tables[0][ri - rj + grid[0] - 1] + encoding.tables[1][ci - cj + grid[1] - 1]
             expected[:, :, prefix + i, prefix + j] = q[:, :, prefix + i] @ vector  # the query is not scaled
     assert torch.allclose(bias, expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("elements", [1, 100, 10**6])
+def test_decomposed_terms_in_slices(elements, monkeypatch):
+    monkeypatch.setattr(_slices, "SLICE_ELEMENTS", elements)
+    stack, encoding = make("decomposed_rpe", (3, 4), 1)
+    subsets = torch.tensor([[0, 1, 4, 5, 11], [2, 3, 6, 7, 8], [0, 5, 6, 9, 10]])
+    for positions in (Positions.grid(3, 4, num_prefix=1), Positions.grid(3, 4, num_prefix=1).take(subsets)):
+        q, k, v = torch.randn(3, 3, HEADS, positions.num_tokens, WIDTH, dtype=torch.float64).unbind(0)
+        state = stack.prepare(positions)[0]
+        assert encoding.logit_bias_slices(q, k, state.prepared[0]) is None  # the tables learn
+        whole = encoding.logit_bias(q, k, state.prepared[0])
+        with torch.no_grad():
+            state = stack.prepare(positions)[0]
+            sliced = list(encoding.logit_bias_slices(q, k, state.prepared[0]))
+            assert (len(sliced) == 1) == (elements == 10**6)
+            found = torch.full_like(whole, torch.nan)
+            for b, h, term in sliced:
+                found[b, h] = term
+            torch.testing.assert_close(found, whole)
+            assert torch.allclose(attend(q, k, v, state), attend(q, k, v, state, plain=True), atol=1e-12)
 
 
 def test_decomposed_tables_are_resized_linearly():
