@@ -97,6 +97,7 @@ class Bccd(QuestionData):
     """
 
     name = "bccd"
+    parts = {"where": OBJECTS}
 
     def __init__(
         self,

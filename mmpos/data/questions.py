@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -118,6 +118,8 @@ class QuestionData(ImageData):
     """
 
     evaluation = "vlm"
+    #: words by which the questions of a kind are also counted apart
+    parts: Mapping[str, Sequence[str]] = {}
 
     def __init__(
         self,

@@ -114,13 +114,16 @@ def run_vlm(
     examples: list[tuple[VlmBatch, Tensor]] = []
     try:
         for form in forms:
-            found, tested, seconds = _answers(model, data, form, count, device, autocast, examples)
+            found, seconds = _answers(model, data, form, count, device, autocast, examples)
+            tested = found["all_accuracy"].shape[0]
             for metric, values in found.items():
-                value, n = float(values.double().mean()), int(values.numel())
+                told = ~values.isnan()
+                value, n = float(values[told].double().mean()), int(told.sum())
                 ends: tuple[float | None, float | None] = (None, None)
                 if metric.endswith("accuracy"):
                     # questions about one picture are not independent: the interval counts rows
-                    ends = wilson_interval(round(value * tested), tested)
+                    asked = int(told.any(1).sum())
+                    ends = wilson_interval(round(value * asked), asked)
                 rows.append(Row(scheme, form.tokens, form.name, metric, value, *ends, n))
             if overhead:
                 speed = tested / max(seconds, 1e-9)
@@ -146,10 +149,10 @@ def _answers(
     device: torch.device,
     autocast: torch.dtype | None,
     examples: list[tuple[VlmBatch, Tensor]],
-) -> tuple[dict[str, Tensor], int, float]:
-    """Right or wrong for every question by metric, overlaps of boxes, how many rows, and the seconds it took."""
+) -> tuple[dict[str, Tensor], float]:
+    """What was found for each metric, ``(rows, questions)`` with NaN where a row was not asked, and the seconds."""
     parts: dict[str, list[Tensor]] = {}
-    tested, seconds = 0, 0.0
+    seconds = 0.0
     with data.whole():
         for number, loaded in enumerate(data.test_form(form, count)):
             batch = loaded.to(device)
@@ -157,18 +160,24 @@ def _answers(
             with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
                 answers = greedy_answers(model, batch)
             seconds += now(device) - start
-            tested += len(batch)
             if number == 0:
                 examples.append((loaded, answers.cpu()))
-            right = right_answers(batch, answers).cpu()
+            right = right_answers(batch, answers).float().cpu()
+            of_batch: dict[str, list[Tensor]] = {"all_accuracy": list(right.unbind(1))}
             for which, question in enumerate(batch.questions):
                 metric = question.kind.replace(" ", "_")
-                parts.setdefault(f"{metric}_accuracy", []).append(right[:, which])
                 overlap = overlaps(batch, answers, which)
+                of_batch.setdefault(f"{metric}_accuracy", []).append(right[:, which])
                 if overlap is not None:
-                    parts.setdefault(f"{metric}_iou", []).append(overlap.cpu())
-            parts.setdefault("all_accuracy", []).append(right.flatten())
-    return {metric: torch.cat(values) for metric, values in parts.items()}, tested, seconds
+                    of_batch.setdefault(f"{metric}_iou", []).append(overlap.float().cpu())
+                for part in data.parts.get(question.kind, ()):
+                    mine = (loaded.tokens[:, question.first : question.answer] == data.vocabulary.index[part]).any(1)
+                    name = f"{metric}_{part.replace(' ', '_')}_accuracy"
+                    of_batch.setdefault(name, []).append(right[:, which].where(mine, torch.nan))
+            for metric, columns in of_batch.items():
+                parts.setdefault(metric, []).append(torch.stack(columns, 1))
+    found = {metric: torch.cat(values) for metric, values in parts.items()}
+    return {metric: values for metric, values in found.items() if not bool(values.isnan().all())}, seconds
 
 
 def _summary(rows: Sequence[Row], scheme: str, trained: Mapping[str, int]) -> list[Row]:

@@ -172,6 +172,13 @@ def test_pictures_with_boxes_train_in_three_stages_too(
     assert len({row.coordinates for row in rows} - {"trained", "beyond"}) == 2
     kinds = {"nlvr": {"sentence", "where", "count", "which"}, "bccd": {"where", "what", "count"}}[name]
     assert {f"{kind}_accuracy" for kind in kinds} <= {row.metric for row in rows}
+    for form in {row.coordinates for row in rows} - {"trained", "beyond"} if name == "bccd" else ():
+        of_form = {row.metric: row for row in rows if row.coordinates == form}
+        whole = of_form["where_accuracy"]
+        parts = [row for metric, row in of_form.items() if metric.startswith("where_") and metric.count("_") == 2]
+        assert len(parts) >= 2
+        assert sum(row.n or 0 for row in parts) == whole.n == 12
+        assert abs(sum(row.value * (row.n or 0) for row in parts) - 12 * whole.value) < 1e-6
     tested = {row.n for row in rows if row.metric == "rows_per_second"}
     assert tested == {3}
     assert (tmp_path / "whole" / "vlm.png").stat().st_size > 10_000
