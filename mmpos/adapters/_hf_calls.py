@@ -67,8 +67,8 @@ class _State:
 # -- methods of the instances -----------------------------------------------------------------------------------------
 
 
-def base_forward(base: Any, host: Host, *args: Any, **kwargs: Any) -> Any:
-    """``forward`` of the base model (vision tower and decoder without the head)."""
+def base_forward(original: Any, base: Any, host: Host, *args: Any, **kwargs: Any) -> Any:
+    """``forward`` of the base model (vision tower and decoder without the head), around its ``original`` one."""
     given = _by_name(base, args, kwargs)
     layout_given = given.pop("position_layout", None)
     types_belong = "mm_token_type_ids" in _arguments(base)
@@ -85,7 +85,7 @@ def base_forward(base: Any, host: Host, *args: Any, **kwargs: Any) -> Any:
     given[cache_name(base)] = given.pop("cache", None)
     token = IDS.set(layout.ids)
     try:
-        out = type(base).forward(base, **given)
+        out = original(**given)
     finally:
         IDS.reset(token)
     cache = getattr(out, cache_name(base), None) if cache is None else cache
@@ -150,7 +150,7 @@ def _layout_of_call(
     device: torch.device,
 ) -> PositionLayout:
     """Layout of the ``length`` new tokens, counted on from what the cache holds."""
-    real = _real(given.get("attention_mask"), batch, length, device)
+    real = _real(given.get("attention_mask"), batch, length, device, whole=layout_given is None)
     if layout_given is not None:
         return _from_given(host, given, layout_given, real, past)
     explicit = given.get("position_ids")
@@ -371,8 +371,8 @@ def _shape(given: Mapping[str, Any]) -> tuple[int, int, torch.device]:
     return tokens.shape[0], tokens.shape[1], tokens.device
 
 
-def _real(mask: Any, batch: int, length: int, device: torch.device) -> Tensor:
-    """Real tokens among the new ones, ``(B, L)``."""
+def _real(mask: Any, batch: int, length: int, device: torch.device, whole: bool) -> Tensor:
+    """Real tokens among the new ones, ``(B, L)``; ``whole`` unless they may be a piece of a prompt laid out before."""
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return torch.ones(batch, length, dtype=torch.bool, device=device)
     if mask.shape[0] != batch or mask.shape[1] < length:
@@ -380,7 +380,7 @@ def _real(mask: Any, batch: int, length: int, device: torch.device) -> Tensor:
             f"attention_mask: expected ({batch}, {length}) or, with a cache, longer rows; got {tuple(mask.shape)}"
         )
     real = mask[:, -length:].to(device).bool()
-    if mask.shape[1] == length:
+    if whole and mask.shape[1] == length:
         empty = (~real.any(1)).nonzero()[:, 0]
         if len(empty):
             raise ValueError(

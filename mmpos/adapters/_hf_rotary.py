@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mmpos.functional.rotary import Rotation
 from mmpos.multimodal import Allocation, channel_tables, rotary_angles, rotate_grouped
 
-__all__ = ["IDS", "SchemeRotary", "by_head_forward", "pick_variant", "rotate_projection", "table_layout"]
+__all__ = ["IDS", "SchemeRotary", "by_head_forward", "check_heads", "pick_variant", "rotate_projection", "table_layout"]
 
 #: ids ``(V, A, B, L)`` of the forward pass in progress; the model's own ids argument stays an ordinary range
 IDS: ContextVar[Tensor | None] = ContextVar("mmpos_ids", default=None)
@@ -116,8 +116,8 @@ def pick_variant(variant: int, count: int) -> Any:
     return hook
 
 
-def by_head_forward(attention: Any, pairing: str, by_axis: bool, *args: Any, **kwargs: Any) -> Any:
-    """Forward of an attention module whose heads read different axes.
+def by_head_forward(original: Any, pairing: str, by_axis: bool, *args: Any, **kwargs: Any) -> Any:
+    """Forward of an attention module whose heads read different axes, around its ``original`` one.
 
     The module itself gets a table that turns nothing; queries and keys are turned as they leave their projection (or
     its norm), so the cache holds turned keys as usual.
@@ -129,7 +129,7 @@ def by_head_forward(attention: Any, pairing: str, by_axis: bool, *args: Any, **k
     still = for_each_axis(still) if by_axis else still
     token = _HEADS.set(Rotation(pairing, cos, sin))
     try:
-        return type(attention).forward(attention, *args, position_embeddings=(still, torch.zeros_like(still)), **kwargs)
+        return original(*args, position_embeddings=(still, torch.zeros_like(still)), **kwargs)
     finally:
         _HEADS.reset(token)
 
@@ -145,3 +145,32 @@ def rotate_projection(head_dim: int) -> Any:
         return rotate_grouped(heads, rotation).transpose(1, 2).reshape(output.shape)
 
     return hook
+
+
+@torch.no_grad()
+def check_heads(attention: Any, by_head: SchemeRotary, like: Tensor) -> str:
+    """Why heads of an attention module cannot be turned one by one; empty when they can.
+
+    On text all axes agree, so the module has to give what it gives with one table for all heads: one that clamps, norms
+    or turns its queries and keys in a way of its own does not.
+    """
+    if like.device.type == "meta":
+        return ""
+    one = Allocation(torch.zeros_like(by_head.allocation.axis[0]), by_head.allocation.exponent)
+    plain = SchemeRotary(one, by_head.ladder, by_head.scaling, by_head.layout, by_head.by_axis)
+    width = int(getattr(attention.config, "hidden_size", like.shape[-1]))
+    generator = torch.Generator().manual_seed(0)
+    x = (8 * torch.randn(1, 5, width, generator=generator)).to(like.device, like.dtype)
+    places = torch.arange(5, device=like.device)[None]
+    training, forward = attention.training, attention.forward
+    attention.eval()
+    try:
+        found = forward(hidden_states=x, position_embeddings=by_head(x, places), attention_mask=None)[0]
+        wanted = forward.args[0](hidden_states=x, position_embeddings=plain(x, places), attention_mask=None)[0]
+    except Exception as error:  # whatever a module of another kind raises, the answer is that it cannot be hosted
+        return f"it raised {type(error).__name__}: {error}".splitlines()[0]
+    finally:
+        attention.train(training)
+    away = float((found - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+    limit = 1e-4 if like.dtype in (torch.float32, torch.float64) else 0.05
+    return "" if away < limit else f"its output on text changes by {100 * away:.0f} %"

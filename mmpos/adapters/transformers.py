@@ -47,7 +47,14 @@ from torch import nn
 from mmpos.adapters._attachment import require
 from mmpos.adapters._hf_calls import Host, base_forward, expand_inputs, prepare_positions, validate_kwargs
 from mmpos.adapters._hf_families import FAMILIES, Family, family_of
-from mmpos.adapters._hf_rotary import SchemeRotary, by_head_forward, pick_variant, rotate_projection, table_layout
+from mmpos.adapters._hf_rotary import (
+    SchemeRotary,
+    by_head_forward,
+    check_heads,
+    pick_variant,
+    rotate_projection,
+    table_layout,
+)
 from mmpos.multimodal import SCHEMES, Allocation, Scheme, published_rules
 from mmpos.multimodal import scheme as named_scheme
 
@@ -66,11 +73,24 @@ class _Record:
     host: Host
     rotary: nn.Module
     hooks: list[Any] = field(default_factory=list)
-    methods: list[tuple[Any, str]] = field(default_factory=list)
+    methods: list[tuple[Any, str, Any]] = field(default_factory=list)
 
     def bind(self, module: Any, name: str, function: Any) -> None:
+        """Put a method on an instance; one that the instance had itself comes back in :meth:`undo`."""
+        self.methods.append((module, name, vars(module).get(name)))
         setattr(module, name, function)
-        self.methods.append((module, name))
+
+    def undo(self, decoder: Any) -> None:
+        """Everything as it was."""
+        for hook in self.hooks:
+            hook.remove()
+        for module, name, own in reversed(self.methods):
+            if own is None:  # it was only on the class
+                delattr(module, name)
+            else:
+                setattr(module, name, own)
+        like = next(decoder.parameters())
+        decoder.rotary_emb = self.rotary.to(like.device).train(decoder.training)
 
 
 def attach(
@@ -131,11 +151,15 @@ def attach(
     rotary = SchemeRotary(allocation, ladder.to(like.device), scaling, layout, by_axis)
     record = _Record(host, own)
     decoder.rotary_emb = rotary
-    record.bind(base, "forward", partial(base_forward, base, host))
+    record.bind(base, "forward", partial(base_forward, base.forward, base, host))
     record.bind(model, "_prepare_position_ids_for_generation", partial(prepare_positions, model, host))
     record.bind(model, "_expand_inputs_for_generation", partial(expand_inputs, model._expand_inputs_for_generation))
     record.bind(model, "_validate_model_kwargs", partial(validate_kwargs, model))
-    _hook_layers(record, decoder, rotary)
+    try:
+        _hook_layers(record, decoder, rotary)
+    except ValueError:
+        record.undo(decoder)
+        raise
     setattr(model, _RECORD, record)
     return model
 
@@ -143,13 +167,7 @@ def attach(
 def detach(model: Any) -> Any:
     """Give the model back as it came: methods, rotary module and outputs."""
     record = _record_of(model)
-    decoder = getattr(model.model, record.host.family.decoder)
-    for hook in record.hooks:
-        hook.remove()
-    for module, name in record.methods:
-        delattr(module, name)
-    like = next(decoder.parameters())
-    decoder.rotary_emb = record.rotary.to(like.device).train(decoder.training)
+    record.undo(getattr(model.model, record.host.family.decoder))
     delattr(model, _RECORD)
     return model
 
@@ -283,7 +301,7 @@ def _hook_layers(record: _Record, decoder: Any, rotary: SchemeRotary) -> None:
             record.hooks.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
         if rotary.by_head:
             pairing = rotary.layout if rotary.layout == "interleaved" else host.family.pairing
-            record.bind(attention, "forward", partial(by_head_forward, attention, pairing, rotary.by_axis))
+            record.bind(attention, "forward", partial(by_head_forward, attention.forward, pairing, rotary.by_axis))
             turn = rotate_projection(int(attention.head_dim))
             for part in ("q", "k"):
                 module = getattr(attention, f"{part}_norm", None) or getattr(attention, f"{part}_proj", None)
@@ -293,3 +311,9 @@ def _hook_layers(record: _Record, decoder: Any, rotary: SchemeRotary) -> None:
                         f"projections; {type(attention).__name__} has none"
                     )
                 record.hooks.append(module.register_forward_hook(turn))
+            why = check_heads(attention, rotary, next(attention.parameters()))
+            if why:
+                raise ValueError(
+                    f"scheme: {host.scheme.name!r} turns heads differently, which {type(attention).__name__} of layer "
+                    f"{number} cannot do: {why}; choose a scheme with one table for all heads"
+                )

@@ -51,7 +51,7 @@ class Decoder(nn.Module):
                 hook = pick_variant(of_layer[number], len(variants))
                 attention.register_forward_pre_hook(hook, with_kwargs=True)
             if self.model.rotary_emb.by_head:
-                attention.forward = partial(by_head_forward, attention, "half", False)
+                attention.forward = partial(by_head_forward, attention.forward, "half", False)
                 for part in (attention.q_proj, attention.k_proj):
                     part.register_forward_hook(rotate_projection(self.head_dim))
 

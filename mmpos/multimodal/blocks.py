@@ -7,6 +7,7 @@ the cursor and the bare offset on the others. Every function sees the tokens of 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,9 @@ from torch import Tensor
 from mmpos.multimodal.segments import VIDEO, Tokens
 
 __all__ = ["BLOCK_LAYOUTS", "Cells", "cells_of", "rings"]
+
+#: ids by which a time may lie below a whole one and still be it
+_HAIR = 1e-4
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,9 +107,14 @@ class Cells:
         return self.tokens.kind.flatten()[self.places] == VIDEO
 
     @cached_property
+    def clock(self) -> Tensor:
+        """Time of the frame in seconds, as it was given."""
+        return self.tokens.times[self.of_block(self.tokens.time_start) + self.t]
+
+    @cached_property
     def time(self) -> Tensor:
         """Seconds since the first frame of the block."""
-        return self.tokens.times[self.of_block(self.tokens.time_start) + self.t]
+        return self.clock - self.tokens.times[self.of_block(self.tokens.time_start)]
 
     @cached_property
     def tile_rows(self) -> Tensor:
@@ -168,23 +177,57 @@ def grid(cells: Cells, time_stride: float = 1.0, scale: tuple[float, float, floa
     )
 
 
-def absolute_time(cells: Cells, tokens_per_second: float = 2.0, truncate_seconds: bool = False) -> Tensor:
+def absolute_time(
+    cells: Cells, tokens_per_second: float = 2.0, truncate_seconds: bool = False, origin: str = "video"
+) -> Tensor:
     """(t, h, w) with ``t = floor(seconds * tokens_per_second)`` for videos (Qwen2.5-VL, arXiv 2502.13923);
     images keep their index.
 
-    The floor comes last: only the product is cut, and never the start of the block. ``truncate_seconds`` repeats the
-    fault of older releases, which cut the seconds between frames to an integer first, so that everything above two
-    frames a second collapses.
+    The floor comes last: only the product is cut, and never the start of the block. Frames at one distance stand at
+    ``floor(frame * (tokens_per_second * distance))``, in this order and in float32, as in transformers. Where frames
+    of a video fall on one id, a warning says so.
+
+    Args:
+        cells: visual tokens.
+        tokens_per_second: ids of a second.
+        truncate_seconds: the fault of older releases, which cut the seconds between frames to an integer first, so that
+            everything above two frames a second collapses.
+        origin: ``video`` counts from the first frame of each video, ``clock`` takes the times of frames as they are.
     """
-    time = cells.time
+    if origin not in ("video", "clock"):
+        raise ValueError(f"origin: expected 'video' or 'clock', got {origin!r}")
+    interval = cells.of_block(cells.tokens.interval)
     if truncate_seconds:
-        first = (cells.t == 1).to(time.dtype)
-        interval = torch.zeros(cells.num_blocks, dtype=time.dtype, device=time.device)
-        interval.scatter_reduce_(0, cells.block, torch.nan_to_num(time) * first, "amax")
-        time = cells.t * interval.trunc()[cells.block]
-    scaled = (time * tokens_per_second).floor()
+        first = (cells.t == 1).double()
+        found = torch.zeros(cells.num_blocks, dtype=torch.float64, device=first.device)
+        found.scatter_reduce_(0, cells.block, torch.nan_to_num(cells.time) * first, "amax")
+        interval = found.trunc()[cells.block]
+    time = cells.clock if origin == "clock" else cells.time
+    # times are read from containers and round like 6.9999999 / 25: a hair below a whole id is that id
+    irregular = (time * tokens_per_second + _HAIR).floor()
+    regular = (cells.t.float() * (interval * tokens_per_second).float()).floor()
+    scaled = torch.where(interval.isnan(), irregular, regular.double())
     known = cells.is_video & ~time.isnan()
-    return torch.stack([torch.where(known, torch.nan_to_num(scaled).long(), cells.t), cells.h, cells.w])
+    t = torch.where(known, torch.nan_to_num(scaled).long(), cells.t)
+    if not truncate_seconds:
+        _warn_of_collapse(cells, t)
+    return torch.stack([t, cells.h, cells.w])
+
+
+def _warn_of_collapse(cells: Cells, t: Tensor) -> None:
+    """Say when a frame of a video has the id of the frame before it: the model cannot tell their order."""
+    if len(t) < 2:
+        return
+    next_frame = (cells.block[1:] == cells.block[:-1]) & (cells.t[1:] == cells.t[:-1] + 1)
+    same = next_frame & (t[1:] <= t[:-1])
+    if bool(same.any()):
+        block = int(cells.block[1:][same][0])
+        videos = int((cells.block[1:][same].unique()).numel())
+        warnings.warn(
+            f"tokens_per_second: frames of {videos} video{'s' * (videos > 1)} (the first is block {block}) fall on one "
+            "id, so their order is lost; use more ids a second or fewer frames",
+            stacklevel=2,
+        )
 
 
 def diagonal(cells: Cells, scale: float = 2.0) -> Tensor:
@@ -243,7 +286,7 @@ def circle(
     span = _per_block(angle, cells, "amax") - low
     normalised = torch.where(span > 0, (angle - low) / torch.where(span > 0, span, 1.0) * (2 * math.pi), angle)
     cell = cells.h * cells.cols + cells.w
-    even = cell * (2 * math.pi) / (cells.rows * cells.cols)
+    even = cell.double() * (2 * math.pi) / (cells.rows * cells.cols)
     angle = alpha * normalised + (1 - alpha) * even
     if isinstance(radius, str):
         if not radius.startswith("auto"):

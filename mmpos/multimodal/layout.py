@@ -176,7 +176,9 @@ class PositionLayout:
         )
 
     def to(self, device: torch.device | str) -> PositionLayout:
-        """The layout on another device."""
+        """The layout on another device. Ids keep their type: in half precision those of long inputs would collide."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(f"device: expected a device, got {device}; ids stay whole or float64, cast the tables")
         names = ("ids", "kind", "block", "cursor", "level", "sequence")
         moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
         return replace(self, **moved)
@@ -223,20 +225,20 @@ class PositionLayout:
         ids = self.scheme.place_text(ids)[None].expand(self.num_variants, -1, -1, -1)
         return replace(self, ids=ids.to(self.ids.dtype), cursor=self.mask.sum(1).expand(self.num_variants, -1))
 
-    def pad_to(self, length: int, side: str = "right") -> PositionLayout:
-        """Add padding slots on one side; ids of real tokens do not change."""
+    def pad_to(self, length: int, side: str = "right", value: int = 0) -> PositionLayout:
+        """Add padding slots on one side, with ids of ``value``; ids of real tokens do not change."""
         extra = length - self.kind.shape[1]
         if extra < 0 or side not in ("left", "right"):
             raise ValueError(
                 f"length, side: expected at least {self.kind.shape[1]} and 'left' or 'right', got {length}, {side!r}"
             )
 
-        def pad(t: Tensor, value: int) -> Tensor:
-            return torch.nn.functional.pad(t, (extra, 0) if side == "left" else (0, extra), value=value)
+        def pad(t: Tensor, fill: int) -> Tensor:
+            return torch.nn.functional.pad(t, (extra, 0) if side == "left" else (0, extra), value=fill)
 
         return replace(
             self,
-            ids=pad(self.ids, 0),
+            ids=pad(self.ids, value),
             kind=pad(self.kind, PAD),
             block=pad(self.block, -1),
             level=None if self.level is None else pad(self.level, 0),
@@ -244,8 +246,15 @@ class PositionLayout:
         )
 
     def pack(self) -> PositionLayout:
-        """All rows in one row without padding; ids restart with each sequence, and sequences do not see each other."""
+        """All rows in one row without padding; ids restart with each sequence, and sequences do not see each other.
+
+        :meth:`extend` goes on with the last sequence that has tokens.
+        """
+        if self.sequence is not None:
+            raise ValueError("layout: it is packed already; pack all rows at once")
         batch = self.kind.shape[0]
+        filled = self.mask.any(1).nonzero()[:, 0]
+        last = int(filled[-1]) if len(filled) else batch - 1
         real = self.mask.flatten()
         row = torch.arange(batch, device=self.kind.device)[:, None].expand_as(self.kind).flatten()[real]
         flat = lambda t: t.flatten(-2)[..., real].unsqueeze(-2)  # noqa: E731
@@ -256,7 +265,7 @@ class PositionLayout:
             block=flat(self.block),
             level=None if self.level is None else flat(self.level),
             sequence=row[None],
-            cursor=self.cursor[:, -1:],
+            cursor=self.cursor[:, last : last + 1],
         )
 
     def text_only(self) -> bool:

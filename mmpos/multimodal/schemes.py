@@ -29,6 +29,7 @@ from mmpos.multimodal.segments import (
     Segment,
     Text,
     Tokens,
+    check_rows,
     kinds_of,
     tokens_from_segments,
     tokens_from_types,
@@ -163,6 +164,8 @@ class Scheme:
         :func:`~mmpos.multimodal.segments.tokens_from_types`.
         """
         grids.setdefault("split_frames", self.split_frames)
+        if cursor is None:  # a turn of a conversation may leave rows without a word
+            check_rows(grids.get("mask"))
         short = self._short_way(types, cursor, **grids)
         return short or self.lay_out(tokens_from_types(types, **grids), cursor=cursor, num_layers=num_layers)
 

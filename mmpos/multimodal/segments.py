@@ -42,7 +42,9 @@ class Image:
 
 @dataclass(frozen=True)
 class Video:
-    """``frames x rows x cols`` visual tokens, time slowest. ``times`` are the frame times in seconds, if known."""
+    """``frames x rows x cols`` visual tokens, time slowest. ``times`` are the frame times in seconds, if known; only
+    what passed since the first one counts (schemes with absolute time have ``origin="clock"`` for the rest).
+    """
 
     frames: int
     rows: int
@@ -78,8 +80,9 @@ class Tokens:
     Shape:
         kind, block, local ``(B, L)``: kind of token, index of its block (-1 for text and padding), raster index
         inside the block (or inside shared text); sizes ``(blocks, 3)`` as (frames, rows, cols); tiles ``(blocks, 2)``
-        tile rows and columns, 0 when not tiled; times ``(sum of frames,)`` with ``time_start (blocks,)``, seconds;
-        step ``(blocks,)``, NaN where the scheme decides.
+        tile rows and columns, 0 when not tiled; times ``(sum of frames,)`` with ``time_start (blocks,)``, seconds, and
+        interval ``(blocks,)`` where frames are equally far apart, else NaN, all float64; step ``(blocks,)``, NaN where
+        the scheme decides.
     """
 
     kind: Tensor
@@ -89,6 +92,7 @@ class Tokens:
     tiles: Tensor
     time_start: Tensor
     times: Tensor
+    interval: Tensor
     step: Tensor
 
     @property
@@ -175,7 +179,8 @@ def tokens_from_segments(
         sizes=torch.tensor(sizes, device=device, dtype=torch.long).reshape(-1, 3),
         tiles=torch.tensor(tiles, device=device, dtype=torch.long).reshape(-1, 2),
         time_start=torch.tensor(time_start, device=device, dtype=torch.long),
-        times=torch.tensor(times, device=device, dtype=torch.float32),
+        times=torch.tensor(times, device=device, dtype=torch.float64),
+        interval=torch.full((len(sizes),), float("nan"), device=device, dtype=torch.float64),
         step=torch.tensor(steps, device=device, dtype=torch.float64),
     )
 
@@ -221,6 +226,7 @@ def tokens_from_types(
     device = types.device
     grids: dict[int, Tensor] = {}
     times: dict[int, Tensor] = {}
+    intervals: dict[int, Tensor] = {}
     repeats: dict[int, Tensor] = {}
     for code, given in ((IMAGE, image_grids), (VIDEO, video_grids)):
         grid = (
@@ -230,9 +236,9 @@ def tokens_from_types(
         )
         temporal = temporal_merge_size if code == VIDEO else 1
         frames = grid[:, 0] // temporal
-        seconds = torch.full((len(grid),), float("nan"), device=device)
+        seconds = torch.full((len(grid),), float("nan"), device=device, dtype=torch.float64)
         if code == VIDEO and seconds_per_frame is not None:
-            seconds = torch.as_tensor(seconds_per_frame, device=device, dtype=torch.float32)
+            seconds = torch.as_tensor(seconds_per_frame, dtype=torch.float64).to(device)
             if seconds.shape != (len(grid),):
                 raise ValueError(
                     f"seconds_per_frame: expected one value per video, {len(grid)}, got {tuple(seconds.shape)}"
@@ -248,7 +254,7 @@ def tokens_from_types(
         owner = torch.repeat_interleave(grid[:, 0])
         start = grid[:, 0].cumsum(0) - grid[:, 0]
         frame = torch.arange(len(owner), device=device) - start[owner]
-        times[code] = frame.float() * seconds[owner]
+        times[code], intervals[code] = frame * seconds[owner], seconds
     block = torch.full_like(kind, -1)
     local = torch.zeros_like(kind)
     for code, base in ((IMAGE, 0), (VIDEO, len(grids[IMAGE]))):
@@ -283,6 +289,7 @@ def tokens_from_types(
         tiles=torch.zeros(len(sizes), 2, dtype=torch.long, device=device),
         time_start=frames.cumsum(0) - frames,
         times=torch.cat([times[IMAGE], times[VIDEO]]),
+        interval=torch.cat([intervals[IMAGE], intervals[VIDEO]]),
         step=steps.to(device, torch.float64).repeat_interleave(blocks),
     )
 
@@ -294,11 +301,29 @@ def kinds_of(types: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.shape != types.shape:
         raise ValueError(f"mask: expected {tuple(types.shape)}, got {tuple(mask.shape)}")
     kind = types.long().contiguous()
+    if types.numel() and not 0 <= int(kind.min()) <= int(kind.max()) <= VIDEO:
+        row, slot = ((kind < 0) | (kind > VIDEO)).nonzero()[0].tolist()
+        raise ValueError(
+            f"types: expected 0 (text), 1 (image) or 2 (video), got {int(kind[row, slot])} in row {row}; give tokens "
+            "of other kinds, such as audio, the type of text"
+        )
     if mask is not None:
         padding = mask == 0
         if bool(padding.any()):
             kind = kind.masked_fill(padding, PAD)
     return kind
+
+
+def check_rows(mask: Tensor | None) -> None:
+    """Raise where a row of a prompt is nothing but padding."""
+    if mask is None or not mask.shape[-1]:
+        return
+    empty = (mask == 0).all(-1).nonzero()[:, 0]
+    if len(empty):
+        raise ValueError(
+            f"mask: row {int(empty[0])} has no real token; 1 marks tokens and 0 padding, check that it is not the other "
+            "way round, and leave empty rows out"
+        )
 
 
 def _report_mismatch(kind: Tensor, code: int, counts: Tensor, expected: int) -> None:

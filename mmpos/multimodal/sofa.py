@@ -54,15 +54,23 @@ def sofa_attention(
         q: rotated queries.
         k: rotated keys.
         v: values.
-        image: image of each token, -1 for text.
+        image: image of each token, -1 for text; of a batch ``(B, L)``.
         sigma: softness.
         reading: ``softmask`` weighs the exponentials by M (one call with a bias, the default); ``blend`` mixes the
             outputs of a causal and a bidirectional call.
         scale: factor on the logits, default ``d ** -0.5``.
 
     Shape:
-        q, k, v ``(..., heads, L, d)``, image ``(L,)`` or broadcastable; returns ``(..., heads, L, d)``.
+        q, k, v ``(..., heads, L, d)``, image ``(L,)``, or ``(B, L)`` where q is ``(B, heads, L, d)``; returns
+        ``(..., heads, L, d)``.
     """
+    of_rows = q.dim() == 4 and image.shape == (q.shape[0], q.shape[-2])
+    if not of_rows and image.shape != (q.shape[-2],):
+        raise ValueError(
+            f"q, image: expected (..., heads, L, d) with (L,), or (B, heads, L, d) with (B, L), got {tuple(q.shape)} "
+            f"with {tuple(image.shape)}"
+        )
+    image = image[:, None] if of_rows else image  # one pattern for all heads
     attention = torch.nn.functional.scaled_dot_product_attention
     if reading == "softmask":
         return attention(q, k, v, attn_mask=sofa_bias(image, sigma).to(q.dtype), scale=scale)

@@ -60,6 +60,8 @@ def stream_ids(
             f"video_lengths, answer_lengths: expected equally many rounds, got {len(video_lengths)}, "
             f"{len(answer_lengths)}"
         )
+    if not video_lengths:
+        raise ValueError("video_lengths, answer_lengths: expected at least one round, got none")
     video, answer = [], []
     video_cursor, answer_cursor = prefix, {"group_decoupled": 0, "gap_isolated": gap}.get(rule, prefix)
     for frames, words in zip(video_lengths, answer_lengths, strict=True):
@@ -112,6 +114,8 @@ def streaming_pattern(
     Shape:
         Returns ``(L, L)`` booleans, queries in rows.
     """
+    if not answer_lengths:
+        raise ValueError("answer_lengths: expected the tokens of at least one answer chunk, got none")
     video = tokens_per_frame * frames
     answer = sum(answer_lengths)
     start = prompt + video + suffix  # first slot of the header

@@ -25,6 +25,7 @@ from tests.adapters.hosting import (
     attached,
     by_hand,
     check_generation,
+    decoder_of,
     generate,
     logits,
     on_real,
@@ -71,6 +72,22 @@ def test_own_scheme_with_videos(name: str) -> None:
     if name == "qwen2_5_vl":
         whole = VERSION < (5, 18)  # which cut seconds to whole ones
         inputs["second_per_grid_ts"] = torch.tensor([1.0, 2.0] if whole else [0.5, 1.5])
+    expected = logits(model, inputs)
+    attach(model, own_scheme(model))
+    assert torch.equal(logits(model, inputs), expected)
+
+
+@pytest.mark.skipif(VERSION < (5, 18), reason="transformers before 5.18 cut the seconds of Qwen2.5-VL to whole ones")
+@pytest.mark.parametrize("rate", [2, 3, 25])
+@pytest.mark.parametrize("seconds", [1 / 25, 1 / 12, 1 / 3, 1.0])
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.filterwarnings("ignore:tokens_per_second. frames of:UserWarning")
+def test_own_scheme_with_absolute_time_at_any_rate(rate: int, seconds: float, as_list: bool) -> None:
+    """Times round as in the model: 0.04 s at 25 ids a second is one id for each frame, also for the fifth."""
+    model = tiny_vlm("qwen2_5_vl")
+    model.config.vision_config.tokens_per_second = rate
+    inputs = batch_of(model, [[2, (12, 1, 2), 1], [1, (8, 2, 1), 6]])
+    inputs["second_per_grid_ts"] = [seconds, 1 / 7] if as_list else torch.tensor([seconds, 1 / 7])
     expected = logits(model, inputs)
     attach(model, own_scheme(model))
     assert torch.equal(logits(model, inputs), expected)
@@ -397,6 +414,68 @@ def test_detach_gives_the_model_back_bit_for_bit(name: str) -> None:
     assert any(module is rotary for module in model.modules())
     assert {id(module): set(vars(module)) for module in model.modules()} == names
     assert hooks_of(model) == hooks
+
+
+def test_methods_that_an_instance_has_itself_are_called_and_come_back() -> None:
+    """Compilers and device hooks put a forward of their own on instances."""
+    model = tiny_vlm("qwen2_vl")
+    inputs = batch_of(model, APART)
+    expected = logits(model, inputs)
+    calls = []
+    places = {"base": model.model, "layer": decoder_of(model).layers[1].self_attn}
+    for name, module in places.items():
+        original = module.forward
+        module.forward = lambda *args, n=name, f=original, **kwargs: calls.append(n) or f(*args, **kwargs)
+    own = {name: module.forward for name, module in places.items()}
+    for which in ("mrope_hf5", "mhrope"):
+        attach(model, which, **OPTIONS.get(which, {}))
+        calls.clear()
+        found = logits(model, inputs)
+        assert sorted(calls) == ["base", "layer"]
+        detach(model)
+        assert {name: module.forward for name, module in places.items()} == own
+        if which == "mrope_hf5":
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ({"model_type": "glm4"}, "its output on text changes by"),
+        ({"model_type": "ernie4_5"}, "its output on text changes by"),
+        ({"model_type": "stablelm", "qk_layernorm": True}, "its output on text changes by"),
+        ({"model_type": "olmo", "clip_qkv": 0.05}, "its output on text changes by"),
+        ({"model_type": "exaone4"}, "it raised"),
+    ],
+)
+def test_heads_that_turn_in_a_way_of_their_own_are_refused(text: dict, why: str) -> None:
+    model = tiny_vlm("llava", **text)
+    inputs = batch_of(model, ROWS)
+    expected = logits(model, inputs)
+    names = {id(module): set(vars(module)) for module in model.modules()}
+    with pytest.raises(ValueError, match=rf"'mhrope' turns heads differently, which \w+ of layer 0 cannot do: {why}"):
+        attach(model, "mhrope", **OPTIONS["mhrope"])
+    assert {id(module): set(vars(module)) for module in model.modules()} == names
+    assert torch.equal(logits(model, inputs), expected)
+    attach(model, "v2pe")  # one table for all heads can be hosted
+
+
+@pytest.mark.parametrize("text", [{"model_type": "qwen3"}, {"model_type": "olmo2"}, {"model_type": "cohere"}])
+def test_heads_of_other_decoders_turn_on_text_as_their_own(text: dict) -> None:
+    model = tiny_vlm("llava", **text)
+    words = {"input_ids": random_ids(2, 9), "attention_mask": torch.ones(2, 9, dtype=torch.long)}
+    expected = logits(model, words)
+    attach(model, "mhrope", **OPTIONS["mhrope"])
+    torch.testing.assert_close(logits(model, words), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_in_chunks_may_begin_with_padding() -> None:
+    model = attached("llava", "raster")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :9] = 0
+    prompt = {"input_ids": random_ids(2, 12), "attention_mask": mask}
+    whole = generate(model, **prompt)
+    assert torch.equal(generate(model, prefill_chunk_size=4, **prompt), whole)
 
 
 def test_two_models_attached_differently_in_one_process() -> None:

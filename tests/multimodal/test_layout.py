@@ -29,7 +29,7 @@ def segment_rows(draw: st.DrawFn) -> list:
             return Image(rows, cols)
         if kind == 2:
             frames = draw(st.integers(1, 4))
-            return Video(frames, rows, cols, times=[0.4 * frame for frame in range(frames)])
+            return Video(frames, rows, cols, times=[7.0 + 0.6 * frame for frame in range(frames)])
         return Tiles(draw(st.integers(1, 2)), draw(st.integers(1, 3)), rows)
 
     return [[segment() for _ in range(draw(st.integers(1, 4)))] for _ in range(draw(st.integers(1, 3)))]
@@ -79,7 +79,8 @@ def test_prefill_and_steps_of_one_token_equal_one_shot(name: str, rows: list, co
 @given(rows=segment_rows(), side=st.sampled_from(["left", "right"]), merge=st.integers(1, 2), split=st.booleans())
 def test_types_and_grids_equal_segments(name: str, rows: list, side: str, merge: int, split: bool) -> None:
     """Rows of text alone between rows of images and videos, read as a processor gives them."""
-    rows = [[part for part in row if not isinstance(part, Tiles)] for row in rows] + [[Text(3)]]
+    rows = [[part for part in row if not isinstance(part, Tiles)] for row in rows]
+    rows = [row for row in rows if sum(getattr(part, "length", 1) for part in row)] + [[Text(3)]]  # no empty rows
     if split:  # frames of a video as blocks of their own
         apart = [[[Video(1, s.rows, s.cols)] * s.frames if isinstance(s, Video) else [s] for s in row] for row in rows]
         expected_rows = [[frame for segment in row for frame in segment] for row in apart]
@@ -410,3 +411,46 @@ def test_masks_of_variants_are_those_of_their_layers_and_devices_carry_all() -> 
         tensors = [moved.ids, moved.kind, moved.block, moved.cursor, *([] if moved.level is None else [moved.level])]
         assert {tensor.device.type for tensor in tensors} == {"meta"}
         assert (moved.level is None) == (layout.level is None)
+
+
+def test_what_a_layout_cannot_do_says_so() -> None:
+    rule = scheme("mrope")
+    packed = rule.layout([[Text(2), Image(2, 2)], [Text(3)]]).pack()
+    with pytest.raises(ValueError, match="packed already"):
+        packed.pack()
+    with pytest.raises(ValueError, match="ids stay whole or float64"):
+        packed.to(torch.bfloat16)  # type: ignore[arg-type]
+    for types in ([[0, 3, 3]], [[0, -1, 0]]):
+        with pytest.raises(ValueError, match=r"expected 0 \(text\), 1 \(image\) or 2 \(video\), got -?\d in row 0"):
+            rule.layout_from_types(torch.tensor(types))
+
+
+def test_a_packed_layout_goes_on_with_the_last_sequence_that_has_tokens() -> None:
+    packed = scheme("mrope").layout([[Text(2)], [Text(5)], []]).pack()
+    longer = packed.extend([[Text(2)]])
+    assert longer.position_ids()[0, 0].tolist() == [0, 1, 0, 1, 2, 3, 4, 5, 6]
+    assert longer.dense_mask()[0, 0][-1].tolist() == [False] * 2 + [True] * 7
+
+
+@pytest.mark.parametrize("rate", [2.0, 3.0, 25.0])
+@pytest.mark.parametrize("fps", [1, 2, 3, 5, 10, 12.5, 25])
+def test_frames_stand_on_whole_ids_where_their_times_do(rate: float, fps: float) -> None:
+    """Rounding must not put a frame an id early: k / fps * rate is exact here in whole numbers."""
+    if rate < fps:
+        return  # frames would share ids
+    count = 60
+    wanted = [int(k * int(2 * rate) // int(2 * fps)) for k in range(count)]
+    rule = scheme("mrope_time", block_options={"tokens_per_second": rate})
+    segments = rule.layout([[Video(count, 1, 1, times=[100 + k / fps for k in range(count)])]])
+    assert segments.position_ids()[0, 0].tolist() == wanted
+    for seconds in ([1 / fps], torch.tensor([1 / fps])):
+        types = rule.layout_from_types(
+            torch.full((1, count), 2), video_grids=torch.tensor([[count, 1, 1]]), seconds_per_frame=seconds
+        )
+        interval = (torch.tensor(1 / fps, dtype=torch.float64) * rate).float()
+        if isinstance(seconds, torch.Tensor):
+            interval = seconds[0] * rate
+        expected = (torch.arange(count) * interval).long().tolist()  # as transformers counts
+        assert types.position_ids()[0, 0].tolist() == expected
+    if rate == fps:
+        assert expected == wanted

@@ -91,3 +91,22 @@ def test_learned_planes_train() -> None:
     assert module.a.grad is not None
     assert module.b.grad is not None
     assert bool(module.a.grad.abs().sum() > 0)
+
+
+def test_soft_masks_of_as_many_rows_as_heads_belong_to_rows() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 6, 4, dtype=torch.float64).unbind(0)
+    image = torch.tensor([[0, 0, 1, 1, -1, -1], [-1, 0, 0, 0, 1, -1]])
+    together = sofa_attention(q, k, v, image, 0.5)
+    for row in range(2):
+        alone = sofa_attention(q[row : row + 1], k[row : row + 1], v[row : row + 1], image[row], 0.5)
+        torch.testing.assert_close(together[row : row + 1], alone)
+    with pytest.raises(ValueError, match=r"expected .*got \(2, 2, 6, 4\) with \(3, 6\)"):
+        sofa_attention(q, k, v, torch.zeros(3, 6), 0.5)
+
+
+def test_streams_need_a_round() -> None:
+    with pytest.raises(ValueError, match="at least one round"):
+        stream_ids("sequential", 3, [], [])
+    with pytest.raises(ValueError, match="at least one answer chunk"):
+        streaming_pattern(2, 4, 1, 1, 1, [])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -12,7 +14,10 @@ from mmpos.multimodal import Image, PositionLayout, Text, Video, rotary_angles, 
 def from_types(
     name: str, types: list[list[int]], mask: list[list[int]] | None = None, **grids: object
 ) -> PositionLayout:
-    given = {key: torch.tensor(value) if key.endswith("grids") else value for key, value in grids.items()}
+    given = {
+        key: torch.tensor(value) if key.endswith("grids") and value is not None else value
+        for key, value in grids.items()
+    }
     real = None if mask is None else torch.tensor(mask)
     return scheme(name).layout_from_types(torch.tensor(types), mask=real, **given)
 
@@ -91,6 +96,16 @@ def test_transformers_45325_lerobot_3648_time_scales_no_still_image() -> None:
     assert second.position_ids()[0, 0, -4:].tolist() == [7, 7, 7, 7]
 
 
+def test_transformers_45325_the_start_of_a_video_moves_no_id() -> None:
+    """Only what passes within a video counts; times by the clock are there by name."""
+    late, early = ([[Text(3), Video(2, 2, 2, times=[start, start + 0.5]), Text(1)]] for start in (10.0, 0.0))
+    rule = scheme("mrope_time")
+    assert torch.equal(rule.layout(late).ids, rule.layout(early).ids)
+    assert rule.layout(late).position_ids()[0, 0].tolist() == [0, 1, 2, *[3] * 4, *[4] * 4, 5]
+    by_clock = scheme("mrope_time", block_options={"origin": "clock"})
+    assert by_clock.layout(late).position_ids()[0, 0, 3:7].tolist() == [23] * 4
+
+
 # -- 20: time steps that collapse --------------------------------------------------------------------------------------
 
 
@@ -98,12 +113,13 @@ def test_transformers_45325_lerobot_3648_time_scales_no_still_image() -> None:
 def test_transformers_45381_48669_41152_lmms_eval_1393_the_floor_comes_last(seconds: float, step: int) -> None:
     """Seconds between frames were cut to an integer first (0.5 to 0), or the start was scaled with them."""
     rule = scheme("mrope_time", block_options={"tokens_per_second": 4.0})
-    layout = rule.layout_from_types(
-        torch.tensor([[0, 0, 0, *[2] * 8, 0]]),
-        video_grids=torch.tensor([[2, 4, 4]]),
-        merge_size=2,
-        seconds_per_frame=torch.tensor([seconds]),
-    )
+    with pytest.warns(UserWarning, match="fall on one id") if step == 0 else nullcontext():  # not hidden
+        layout = rule.layout_from_types(
+            torch.tensor([[0, 0, 0, *[2] * 8, 0]]),
+            video_grids=torch.tensor([[2, 4, 4]]),
+            merge_size=2,
+            seconds_per_frame=torch.tensor([seconds]),
+        )
     assert layout.position_ids()[0, 0, 3:11].tolist() == [3] * 4 + [3 + step] * 4
 
 
@@ -136,9 +152,22 @@ def test_llamafactory_10783_padding_to_a_multiple_keeps_ids() -> None:
 
 
 def test_megatron_patch_448_an_inverted_mask_is_noticed() -> None:
-    """With 1 for padding every real token was taken for padding; the image tokens are then missing."""
+    """With 1 for padding every real token was taken for padding."""
+    for types, grids in (([[0, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0]], [[1, 2, 2]]), ([[0, 0, 0], [0, 0, 0]], None)):
+        mask = [[0] * len(types[0]), [0, *[1] * (len(types[0]) - 1)]]
+        with pytest.raises(ValueError, match=r"mask: row 0 has no real token; 1 marks tokens and 0 padding"):
+            from_types("mrope", types, mask, image_grids=grids)
     with pytest.raises(ValueError, match=r"1 grids hold 4 tokens.*the batch has 0 image tokens \(by row: \[0\]\)"):
-        from_types("mrope", [[0, 1, 1, 1, 1, 0]], [[0, 0, 0, 0, 0, 0]], image_grids=[[1, 2, 2]])
+        from_types("mrope", [[0, 1, 1, 1, 1, 0]], [[0, 0, 0, 0, 0, 1]], image_grids=[[1, 2, 2]])
+
+
+def test_llamafactory_10783_value_and_side_of_padding_are_parameters() -> None:
+    layout = scheme("mrope").layout([[Text(2), Image(1, 2)]])
+    for side, value in (("left", 1), ("right", 7)):
+        padded = layout.pad_to(6, side, value)
+        slots = slice(0, 2) if side == "left" else slice(4, 6)
+        assert bool((padded.ids[..., slots] == value).all())
+        assert not bool(padded.mask[:, slots].any())
 
 
 def test_agent_lightning_441_a_row_cut_inside_an_image_names_both_counts() -> None:

@@ -82,7 +82,8 @@ def _interleaved(case: Case, ids: Tensor, first: int, frames: int, rows: int, co
         dummy += words
         sequence += spoken
         segments.append(Text(len(text) + words))
-    layout = scheme("mrope_time", block_options={"tokens_per_second": 2.0}).layout([segments])
+    rule = scheme("mrope_time", block_options={"tokens_per_second": 2.0, "origin": "clock"})
+    layout = rule.layout([segments])
     return {
         "position_ids": layout.position_ids(),
         "sequence_ids": torch.tensor([sequence]),
