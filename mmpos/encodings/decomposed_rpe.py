@@ -136,7 +136,7 @@ class DecomposedRpe(PositionEncoding):
             scores = [F.pad(score, (0, 1)) for score in scores]
         if axes.rows:
             return cross_key_side(scores, axes.rows, axes.num_prefix)
-        terms = [gather_key_side(score, index.long()) for score, index in zip(scores, axes.index, strict=True)]
+        terms = [gather_key_side(score, index) for score, index in zip(scores, axes.index, strict=True)]
         return torch.stack(terms).sum(0) if len(terms) > 2 else sum(terms[1:], terms[0])
 
     def logit_bias_slices(

@@ -33,8 +33,8 @@ from mmpos.functional.buckets import (
     gather_key_side,
     gather_query_side,
     gather_static,
+    mirror_rows,
     num_buckets,
-    reverse_index,
     row_mass,
 )
 from mmpos.functional.cross_bias import (
@@ -47,7 +47,8 @@ from mmpos.functional.cross_bias import (
 )
 from mmpos.positions import Positions
 
-Indices = list[tuple[Tensor | None, ...]]
+#: for each table the index, that from which the opposite pair is read, and how many rows it is to be mirrored in
+Pairs = list[tuple[Tensor, Tensor, int | None]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +249,7 @@ class Irpe(PositionEncoding):
             self._scaled(self.table_k, prepared, q.dtype),
             self._scaled(self.table_q, prepared, q.dtype),
         )
-        return self._combine(q, k, key_side, query_side, prepared, self._indices(prepared))
+        return self._combine(q, k, key_side, query_side, prepared, self._pairs(prepared))
 
     def logit_bias_slices(self, q: Tensor, k: Tensor, prepared: Buckets) -> Iterator[BiasSlice] | None:
         """The terms of queries and keys a few heads at a time: all of them at once do not fit into a cache."""
@@ -257,8 +258,8 @@ class Irpe(PositionEncoding):
         tables = [self._scaled(self.table_k, prepared, q.dtype), self._scaled(self.table_q, prepared, q.dtype)]
 
         def slices() -> Iterator[BiasSlice]:
-            for b, h, (key_side, query_side), index in _parts(q, tables, self._indices(prepared)):
-                term = self._combine(q[b, h], k[b, h], key_side, query_side, prepared, index)
+            for b, h, (key_side, query_side), pairs in _parts(q, tables, self._pairs(prepared)):
+                term = self._combine(q[b, h], k[b, h], key_side, query_side, prepared, pairs)
                 assert term is not None
                 yield b, h, term
 
@@ -322,14 +323,13 @@ class Irpe(PositionEncoding):
             self._scaled(self.table_k, prepared, q.dtype),
             self._used(self.table_v, prepared, q.dtype, dim=-2),
         ]
-        indices = self._indices(prepared)
         if plain or works_in_one_piece(q, k, v, self.table_v, self.table_k, self.table_q):
-            return self._attend(q, k, v, tables, prepared, indices, bias, scale, dropout_p)
+            return self._attend(q, k, v, tables, prepared, self._pairs(prepared), bias, scale, dropout_p)
         out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype).transpose(1, 2)
         full = None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
-        for b, h, part, index in _parts(q, tables, indices):
+        for b, h, part, pairs in _parts(q, tables, self._pairs(prepared)):
             mask = None if full is None else full[b, h]
-            out[b, h] = self._attend(q[b, h], k[b, h], v[b, h], part, prepared, index, mask, scale, dropout_p)
+            out[b, h] = self._attend(q[b, h], k[b, h], v[b, h], part, prepared, pairs, mask, scale, dropout_p)
         return out
 
     def _attend(
@@ -339,13 +339,13 @@ class Irpe(PositionEncoding):
         v: Tensor,
         tables: list[list[Tensor]],
         prepared: Buckets,
-        indices: Indices,
+        pairs: Pairs,
         bias: Tensor | None,
         scale: float,
         dropout_p: float,
     ) -> Tensor:
         query_side, key_side, value_side = tables
-        term = self._combine(q, k, key_side, query_side, prepared, indices)
+        term = self._combine(q, k, key_side, query_side, prepared, pairs)
         if term is None:
             logits = torch.matmul(q * scale, k.mT)
         else:
@@ -353,15 +353,16 @@ class Irpe(PositionEncoding):
             logits = product.view(term.shape)
         if bias is not None:
             logits = logits.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else logits + bias
-        weights = logits.softmax(-1)
-        if bias is not None:  # a query that may attend to nothing gives zero
-            weights = weights.masked_fill((logits == float("-inf")).all(-1, keepdim=True), 0.0)
+        if bias is None:
+            weights = logits.softmax(-1)
+        else:  # a query that may attend to nothing gives zero, and no gradient
+            empty = (logits == float("-inf")).all(-1, keepdim=True)
+            weights = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
         weights = F.dropout(weights, dropout_p)
         out = torch.matmul(weights, v)
         if prepared.codes:
             return out + cross_mass(weights, value_side, prepared.rows, prepared.num_prefix)
-        for table, (index, _) in zip(value_side, indices, strict=True):
-            assert index is not None
+        for table, (index, _, _) in zip(value_side, pairs, strict=True):
             out = out + _product(row_mass(weights, index, table.shape[-2]), table)
         return out
 
@@ -381,13 +382,11 @@ class Irpe(PositionEncoding):
         """Tables that meet queries or keys; the scale of the head goes into the table, which is smaller."""
         return [table * self.head_dim**-0.5 for table in self._used(tables, prepared, dtype)]
 
-    def _indices(self, prepared: Buckets) -> Indices:
-        """The index and, where needed, that of the opposite pair, as int64."""
-        pairs: Indices = []
-        for index, (low, high) in zip(prepared.index, prepared.used, strict=False):
-            index = index.long()
-            pairs.append((index, reverse_index(index, self.method, high - low) if self.table_q is not None else None))
-        return pairs
+    def _pairs(self, prepared: Buckets) -> Pairs:
+        """The index, and what leads to that of the opposite pair: signed buckets are mirrored, distances are not."""
+        signed = self.table_q is not None and self.method not in ("euclidean", "quantization")
+        rows = [high - low if signed else None for low, high in prepared.used]
+        return [(index, index, mirrored) for index, mirrored in zip(prepared.index, rows, strict=False)]
 
     def _combine(
         self,
@@ -396,7 +395,7 @@ class Irpe(PositionEncoding):
         key_tables: list[Tensor],
         query_tables: list[Tensor],
         prepared: Buckets,
-        indices: Indices,
+        pairs: Pairs,
     ) -> Tensor | None:
         key_side = [_product(q, table) for table in key_tables]
         query_side = [torch.matmul(table.mT, k.mT) for table in query_tables]  # (B, heads, rows, L)
@@ -407,12 +406,10 @@ class Irpe(PositionEncoding):
             if query_side:
                 total = cross_query_side(query_side, prepared.rows, prepared.num_prefix, add_to=total)
             return total
-        for table, (index, opposite) in enumerate(indices):
-            assert index is not None
+        for table, (index, opposite, mirrored) in enumerate(pairs):
             terms = [gather_key_side(key_side[table], index)] if key_side else []
             if query_side:
-                assert opposite is not None
-                terms.append(gather_query_side(query_side[table], opposite))
+                terms.append(gather_query_side(query_side[table], opposite, mirrored))
             for term in terms:
                 total = term if total is None else total + term if total.requires_grad else total.add_(term)
         return total
@@ -446,10 +443,14 @@ def _product(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _parts(
-    q: Tensor, tables: list[list[Tensor]], indices: Indices
-) -> Iterator[tuple[slice, slice, list[list[Tensor]], Indices]]:
-    """Slices of batch and heads, with what each needs of the tables and the indices."""
+    q: Tensor, tables: list[list[Tensor]], pairs: Pairs
+) -> Iterator[tuple[slice, slice, list[list[Tensor]], Pairs]]:
+    """Slices of batch and heads, with what each needs of the tables and of the index, widened once for all."""
+    wide: Pairs = []
+    for index, _, mirrored in pairs:
+        index = index.long()
+        wide.append((index, mirror_rows(index, mirrored), None))
     for b, h in slices_of(q):
         part = [[t if t.shape[0] == 1 else t[h] for t in group] for group in tables]
-        index: Indices = [tuple(i if i is None or i.shape[0] == 1 else i[b] for i in pair) for pair in indices]
-        yield b, h, part, index
+        own: Pairs = [(i if len(i) == 1 else i[b], o if len(o) == 1 else o[b], None) for i, o, _ in wide]
+        yield b, h, part, own

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,9 @@ __all__ = [
     "gather_query_side",
     "gather_static",
     "largest_bucket",
+    "mirror_rows",
     "num_buckets",
     "piecewise_index",
-    "reverse_index",
     "row_mass",
     "smallest_integer",
 ]
@@ -134,23 +135,34 @@ def compact(index: Tensor, rows: int, num_prefix: int) -> Tensor:
     return F.pad(index.to(smallest_integer(rows + 1)), (num_prefix, 0, num_prefix, 0), value=rows)
 
 
-def reverse_index(index: Tensor, method: str, rows: int) -> Tensor:
-    """Rows of the opposite pair without transposing: distances are symmetric, signed buckets are mirrored."""
-    if method in ("euclidean", "quantization"):
-        return index
-    return torch.where(index == rows, index, rows - 1 - index)
+def mirror_rows(index: Tensor, rows: int | None) -> Tensor:
+    """Rows of the opposite pairs without transposing; ``rows=None`` for distances, which are symmetric.
+
+    The row of prefix tokens, which is ``rows`` itself, stays. Shape: any, in and out.
+    """
+    return index if rows is None else torch.where(index == rows, index, rows - 1 - index)
 
 
 def gather_key_side(scores: Tensor, index: Tensor) -> Tensor:
-    """``out[i, j] = scores[i, index[i, j]]``, scores ``(B, heads, Lq, rows)``, index ``(B or 1, Lq, Lk)`` int64."""
-    batch, heads = scores.shape[:2]
-    return scores.gather(-1, index[:, None].expand(batch, heads, -1, -1))
+    """``out[i, j] = scores[i, index[i, j]]``.
+
+    Shape:
+        scores ``(B, heads, Lq, rows)``, index ``(B or 1, Lq, Lk)`` of any integer type; returns ``(B, heads, Lq, Lk)``.
+    """
+    if _small_index_pays(scores, index):
+        return _Gather.apply(scores, index, -1, None)  # type: ignore[no-any-return]
+    return _gather(scores, index, -1)
 
 
-def gather_query_side(scores: Tensor, index: Tensor) -> Tensor:
-    """``out[i, j] = scores[index[i, j], j]``, scores ``(B, heads, rows, Lk)``, index ``(B or 1, Lq, Lk)`` int64."""
-    batch, heads = scores.shape[:2]
-    return scores.gather(-2, index[:, None].expand(batch, heads, -1, -1))
+def gather_query_side(scores: Tensor, index: Tensor, mirrored: int | None = None) -> Tensor:
+    """``out[i, j] = scores[index[i, j], j]``, or at the opposite pair's row of ``mirrored`` rows.
+
+    Shape:
+        scores ``(B, heads, rows, Lk)``, index ``(B or 1, Lq, Lk)`` of any integer type; returns ``(B, heads, Lq, Lk)``.
+    """
+    if _small_index_pays(scores, index):
+        return _Gather.apply(scores, index, -2, mirrored)  # type: ignore[no-any-return]
+    return _gather(scores, mirror_rows(index, mirrored), -2)
 
 
 def gather_static(table: Tensor, index: Tensor) -> Tensor:
@@ -160,17 +172,104 @@ def gather_static(table: Tensor, index: Tensor) -> Tensor:
         table ``(heads or 1, rows)``, index ``(B or 1, Lq, Lk)`` of any integer type; returns ``(B or 1, heads, Lq,
         Lk)``.
     """
-    batch, queries, keys = index.shape
-    flat = index.to(torch.int32).flatten()
-    return table.index_select(1, flat).view(-1, batch, queries, keys).transpose(0, 1)
+    if _small_index_pays(table, index):
+        return _Static.apply(table, index)  # type: ignore[no-any-return]
+    return _static(table, index)
 
 
 def row_mass(weights: Tensor, index: Tensor, rows: int) -> Tensor:
     """Attention mass of each row: ``out[i, r] = sum of weights[i, j] over index[i, j] = r``.
 
     Shape:
-        weights ``(B, heads, Lq, Lk)``, index ``(B or 1, Lq, Lk)`` int64; returns ``(B, heads, Lq, rows)``.
+        weights ``(B, heads, Lq, Lk)``, index ``(B or 1, Lq, Lk)`` of any integer type; returns ``(B, heads, Lq,
+        rows)``.
     """
-    batch, heads, queries, _ = weights.shape
-    mass = weights.new_zeros(batch, heads, queries, rows)
-    return mass.scatter_add(-1, index[:, None].expand(batch, heads, -1, -1), weights)
+    if _small_index_pays(weights, index):
+        return _Mass.apply(weights, index, rows)  # type: ignore[no-any-return]
+    return _scatter(weights, index, -1, rows)
+
+
+# -- the same with gradients: backward passes keep the index in its own small type, shared by all layers ---------------
+
+
+def _small_index_pays(scores: Tensor, index: Tensor) -> bool:
+    """Whether a gradient is asked for while the index is smaller than the int64 one that autograd would keep."""
+    if index.dtype == torch.int64 or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    return torch.is_grad_enabled() and scores.requires_grad
+
+
+def _each_head(index: Tensor, like: Tensor) -> Tensor:
+    return index.long()[:, None].expand(*like.shape[:2], -1, -1)
+
+
+def _gather(scores: Tensor, index: Tensor, dim: int) -> Tensor:
+    return scores.gather(dim, _each_head(index, scores))
+
+
+def _scatter(values: Tensor, index: Tensor, dim: int, rows: int) -> Tensor:
+    shape = list(values.shape)
+    shape[dim] = rows
+    return values.new_zeros(shape).scatter_add(dim, _each_head(index, values), values)
+
+
+def _static(table: Tensor, index: Tensor) -> Tensor:
+    batch, queries, keys = index.shape
+    flat = index.to(torch.int32).flatten()
+    return table.index_select(1, flat).view(-1, batch, queries, keys).transpose(0, 1)
+
+
+class _Gather(torch.autograd.Function):
+    """:func:`_gather` of an index, or of its mirror image."""
+
+    @staticmethod
+    def forward(scores: Tensor, index: Tensor, dim: int, mirrored: int | None) -> Tensor:
+        return _gather(scores, mirror_rows(index, mirrored), dim)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        scores, index, ctx.dim, ctx.mirrored = inputs
+        ctx.rows = scores.shape[ctx.dim]
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        return _scatter(gradient, mirror_rows(index, ctx.mirrored), ctx.dim, ctx.rows), None, None, None
+
+
+class _Mass(torch.autograd.Function):
+    """:func:`row_mass`, whose gradient is a gather."""
+
+    @staticmethod
+    def forward(weights: Tensor, index: Tensor, rows: int) -> Tensor:
+        return _scatter(weights, index, -1, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        return _gather(gradient, index, -1), None, None
+
+
+class _Static(torch.autograd.Function):
+    """:func:`gather_static`."""
+
+    @staticmethod
+    def forward(table: Tensor, index: Tensor) -> Tensor:
+        return _static(table, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        table, index = inputs
+        ctx.shape = table.shape
+        ctx.save_for_backward(index)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        flat = gradient.transpose(0, 1).reshape(ctx.shape[0], -1)
+        return flat.new_zeros(ctx.shape).index_add(1, index.to(torch.int32).flatten(), flat), None

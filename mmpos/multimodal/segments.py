@@ -321,8 +321,8 @@ def check_rows(mask: Tensor | None) -> None:
     empty = (mask == 0).all(-1).nonzero()[:, 0]
     if len(empty):
         raise ValueError(
-            f"mask: row {int(empty[0])} has no real token; 1 marks tokens and 0 padding, check that it is not the other "
-            "way round, and leave empty rows out"
+            f"mask: row {int(empty[0])} has no real token; 1 marks tokens and 0 padding, check that it is not the "
+            "other way round, and leave empty rows out"
         )
 
 
