@@ -113,7 +113,13 @@ class Cpe(PositionEncoding):
             return x
         self.check_axes(positions)
         place = self.placement.index(layer)
-        return peg(x, self.weights[place], self.biases[place], Raster.of(positions, self.name), padding=self.padding)
+        raster = Raster.of(positions, self.name)
+        if self.circular and positions.grid_size is None:
+            raise ValueError(
+                "positions: padding='circular' wraps around the border of one grid, and these are images of different "
+                "sizes; use padding='zeros' or batches of one size"
+            )
+        return peg(x, self.weights[place], self.biases[place], raster, padding=self.padding)
 
 
 def peg(

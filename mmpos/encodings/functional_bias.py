@@ -10,6 +10,7 @@ layers by default; the text models have one per layer (``per_layer=True``).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from mmpos.encodings._bias import BY_OFFSET, offset_coordinates
 from mmpos.encodings.base import Facts, PositionEncoding
 from mmpos.encodings.registry import register
-from mmpos.functional.bias import DISTANCES, distances, kerple, log_ratio, pad_prefix
+from mmpos.functional.bias import DISTANCES, distances, kerple, lengths, log_ratio, pad_prefix
 from mmpos.positions import Positions
 
 KINDS = ("kerple_log", "kerple_power", "fire")
@@ -123,7 +124,8 @@ class FunctionalBias(PositionEncoding):
         """The bias, ``(B or 1, heads, L, L)``."""
         maps = self.distance_maps(positions)
         if self.kind == "fire":
-            ratios = [log_ratio(d, self._reach(d, positions), self.c) for d in maps]
+            reaches = self._reaches(maps, positions)
+            ratios = [log_ratio(d, reach, self.c) for d, reach in zip(maps, reaches, strict=True)]
             with torch.autocast(positions.coords.device.type, enabled=False):
                 values = torch.stack(ratios, -1).to(self.fc1.weight.dtype)
                 bias = self.fc2(torch.relu(self.fc1(values))).movedim(-1, 1).contiguous()
@@ -140,11 +142,25 @@ class FunctionalBias(PositionEncoding):
             bias = bias + outside * self.prefix_value[:, None, None]
         return bias
 
-    def _reach(self, distance: Tensor, positions: Positions) -> Tensor:
-        """Largest distance of each query to a real token, at least the threshold."""
-        if positions.mask is not None:
-            distance = distance.masked_fill(~positions.mask[:, None], 0.0)
-        return torch.maximum(distance.amax(-1), self.threshold.to(distance.dtype))
+    def _reaches(self, maps: list[Tensor], positions: Positions) -> list[Tensor]:
+        """For each map the largest distance of each query to any place of its field, at least the threshold.
+
+        Where the field is known it does not matter which of its tokens are there; free points without one reach as far
+        as the furthest real token.
+        """
+        real = None if positions.mask is None else positions.mask[:, None]
+        found = [(d if real is None else d.masked_fill(~real, 0.0)).amax(-1) for d in maps]
+        if positions.extent is not None and not positions.moved:  # the furthest place of a field is one of its corners
+            which = torch.cartesian_prod(*[torch.arange(2, device=positions.extent.device)] * self.axes)
+            corners = which.reshape(-1, self.axes) * (positions.extent[:, None] - 1)
+            there = replace(positions, coords=corners.to(positions.coords), kept=None, mask=None, grid_size=None)
+            offset = offset_coordinates(self, positions)[:, :, None] - offset_coordinates(self, there)[:, None]
+            if self.distance == "per_axis":
+                parts = [part for c in offset.unbind(-1) for part in (c.clamp_min(0), (-c).clamp_min(0))]
+            else:
+                parts = [lengths(offset, self.distance)]
+            found = [torch.maximum(reach, part.amax(-1)) for reach, part in zip(found, parts, strict=True)]
+        return [torch.maximum(reach, self.threshold.to(reach.dtype)) for reach in found]
 
     def logit_bias(self, q: Tensor, k: Tensor, prepared: Tensor) -> Tensor:
         """The bias."""

@@ -159,9 +159,11 @@ class EncodingStack(nn.Module):
         for layer in range(self.depth):
             encodings = self.encodings_of(layer)
             prepared = tuple(
-                encoding.at_layer(once[name], layer, self.depth)
-                if name in once
-                else encoding.prepare(positions, *common.get(name, ()))
+                encoding.at_layer(
+                    once[name] if name in once else encoding.prepare(positions, *common.get(name, ())),
+                    layer,
+                    self.depth,
+                )
                 for name, encoding in zip(self.names, encodings, strict=True)
             )
             states.append(LayerState(encodings, prepared, mask))

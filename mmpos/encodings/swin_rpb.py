@@ -144,7 +144,7 @@ def resize_offset_table(table: Tensor, sizes: tuple[int, ...], rule: str) -> Ten
     Args:
         table: values, offset ``-(n - 1)`` first along each axis.
         sizes: the new raster.
-        rule: ``bicubic``, ``bicubic_antialias`` or ``geometric``.
+        rule: ``bicubic``, ``bicubic_antialias`` or ``geometric`` (read linearly, as in timm).
 
     Shape:
         table ``(heads, 2 n_1 - 1, ..)``; returns ``(heads, 2 sizes_1 - 1, ..)`` in the dtype of the table.
@@ -155,6 +155,8 @@ def resize_offset_table(table: Tensor, sizes: tuple[int, ...], rule: str) -> Ten
         return resample_grid(values, wanted, "bicubic", rule == "bicubic_antialias").movedim(-1, 0)
     if rule != "geometric":
         raise ValueError(f"rule: expected one of {RULES[:3]}, got {rule!r}")
+    if list(values.shape[:-1]) == wanted:  # places of offsets are stretched only where the window changes
+        return table
     wide = values.to(torch.promote_types(values.dtype, torch.float32))
     for axis, target in enumerate(wanted):
         matrix = geometric_matrix(values.shape[axis], target).to(wide)

@@ -18,6 +18,7 @@ __all__ = [
     "VIEWS",
     "alibi_slopes",
     "distances",
+    "lengths",
     "geometric_matrix",
     "kerple",
     "log_coordinates",
@@ -36,6 +37,16 @@ DISTANCES = ("euclidean", "manhattan", "chebyshev")
 def pair_offsets(coords: Tensor) -> Tensor:
     """Query minus key for all pairs. Shape: coords ``(B or 1, N, A)``; returns ``(B or 1, N, N, A)``."""
     return coords[:, :, None] - coords[:, None, :]
+
+
+def lengths(offsets: Tensor, kind: str = "euclidean") -> Tensor:
+    """Lengths of offsets. Shape: ``(..., A)`` to ``(...)``."""
+    if kind not in DISTANCES:
+        raise ValueError(f"distance: expected one of {DISTANCES}, got {kind!r}")
+    size = offsets.abs()
+    if kind == "euclidean":
+        return size.square().sum(-1).sqrt()
+    return size.amax(-1) if kind == "chebyshev" else size.sum(-1)
 
 
 def distances(coords: Tensor, kind: str = "euclidean") -> Tensor:
@@ -181,14 +192,14 @@ def geometric_places(count: int, target: int) -> list[float]:
     """
     low, high = 1.01, 1.5
     steps = count // 2
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        reached = (1 - middle**steps) / (1 - middle)  # 1 + q + .. + q^(steps - 1)
-        if reached > target // 2:
-            high = middle
-        else:
-            low = middle
     q = (low + high) / 2
+    while high - low > 1e-6:
+        q = (low + high) / 2  # the last middle is the answer, as in the references
+        reached = (1 - q**steps) / (1 - q)  # 1 + q + .. + q^(steps - 1)
+        if reached > target // 2:
+            high = q
+        else:
+            low = q
     places, place = [], 0.0
     for step in range(steps):
         place += q**step

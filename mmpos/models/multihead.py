@@ -52,6 +52,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 f"encoding: a layer owns a stack of depth 1, got depth {encoding.depth}; pass layer= in each call"
             )
         self.encoding = encoding
+        # torch's encoder layer would otherwise read the projections itself in evaluation, and see no positions
+        self._qkv_same_embed_dim = False
 
     def forward(  # type: ignore[override]
         self,
@@ -62,6 +64,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         average_attn_weights: bool = True,
+        is_causal: bool = False,
         *,
         positions: Positions | None = None,
         layer: LayerState | None = None,
@@ -76,6 +79,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights: whether to return attention weights.
             attn_mask: pairs to ignore, bool, or float to add.
             average_attn_weights: whether weights are averaged over heads.
+            is_causal: a hint of torch that ``attn_mask`` is causal; the mask itself decides.
             positions: places of the tokens, for the encoding this layer owns.
             layer: prepared state of this layer of a larger stack.
 
@@ -90,6 +94,13 @@ class MultiheadAttention(nn.MultiheadAttention):
                     "for example Positions.grid(h, w)"
                 )
             layer = self.encoding.prepare(positions)[0]
+        if query.dim() != 3 or query.shape != key.shape or query.shape != value.shape:
+            raise ValueError(
+                "query, key, value: expected one batched shape, (B, L, D) or (L, B, D), since positions are those of "
+                f"one sequence; got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            )
+        if is_causal and attn_mask is None:
+            raise ValueError("attn_mask: is_causal is a hint about it; give the causal mask too")
         if not self.batch_first:
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         if positions is not None:

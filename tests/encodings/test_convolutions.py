@@ -245,3 +245,9 @@ def test_bad_kernels():
         depthwise(torch.zeros(1, 2, 3, 3), torch.zeros(2, 1, 2, 2))
     with pytest.raises(ValueError, match="stride 1"):
         depthwise(torch.zeros(1, 2, 3, 3), torch.zeros(2, 1, 3, 3), identity=True, stride=2)
+
+
+def test_circular_padding_needs_one_grid():
+    stack = create_encoding("cpe", 8, 1, padding="circular", per_layer=False)
+    with pytest.raises(ValueError, match="wraps around the border of one grid"):
+        stack.mix_tokens(0, torch.randn(2, 20, 8), Positions.grids([(2, 3), (4, 5)]))

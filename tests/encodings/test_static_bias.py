@@ -121,6 +121,53 @@ def test_the_geometric_rule_keeps_near_offsets_and_reads_a_line_as_it_is_curved(
     assert torch.allclose(matrix, matrix.flip(0, 1))
 
 
+def test_a_window_of_the_same_size_keeps_its_table():
+    table = torch.randn(2, 27, 13)
+    assert torch.equal(resize_offset_table(table, (14, 7), "geometric"), table)
+    assert not torch.equal(resize_offset_table(table, (14, 8), "geometric")[:, :, 1:-1], table)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # timm indexes with lists
+@pytest.mark.parametrize(("source", "target"), [(14, 28), (14, 20), (7, 12)])
+def test_geometric_places_are_those_of_timm(source, target):
+    layers = pytest.importorskip("timm.layers")
+    table = torch.randn(2, 2 * source - 1, 2 * source - 1, generator=torch.Generator().manual_seed(0))
+    wanted = layers.resize_rel_pos_bias_table(table.flatten(1).T.clone(), (target, target), ((2 * target - 1) ** 2, 2))
+    found = resize_offset_table(table, (target, target), "geometric").flatten(1).T
+    torch.testing.assert_close(found, wanted.float(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("distance", ["euclidean", "manhattan", "chebyshev", "per_axis"])
+@pytest.mark.parametrize("resolution", ["index", "rescaled"])
+def test_fire_reaches_to_the_corners_of_the_grid_whichever_tokens_are_there(distance, resolution):
+    options = {"distance": distance, "resolution": resolution, "threshold": 0.5}
+    stack, encoding = make("functional_bias", (4, 4), 1, **options)
+    whole = Positions.grid(6, 7, num_prefix=1)
+    kept = torch.tensor([0, 1, 8, 9, 30])
+    expected = bias_of(stack, whole)[..., torch.cat([torch.tensor([0]), kept + 1]), :]
+    expected = expected[..., torch.cat([torch.tensor([0]), kept + 1])]
+    assert torch.allclose(bias_of(stack, whole.take(kept)), expected, atol=1e-10)
+    sizes = [(2, 3), (4, 5)]
+    together = bias_of(stack, Positions.grids(sizes, num_prefix=1))
+    for number, size in enumerate(sizes):
+        count = 1 + size[0] * size[1]
+        alone = bias_of(stack, Positions.grid(*size, num_prefix=1))[0]
+        assert torch.allclose(together[number, :, :count, :count], alone, atol=1e-10)
+    # by hand: the furthest corner of a 6 x 7 grid from its second token
+    if distance == "euclidean" and resolution == "index":
+        (map_,) = encoding.distance_maps(whole)
+        assert float(encoding._reaches([map_], whole)[0][0, 1].detach()) == pytest.approx((5**2 + 5**2) ** 0.5)
+
+
+def test_schedules_over_layers_hold_for_encodings_of_each_layer():
+    for per_layer in (False, True):
+        stack = create_encoding("lookhere", 8 * HEADS, HEADS, depth=3, per_layer=per_layer)
+        biases = [state.prepared[0] for state in stack.prepare(Positions.grid(3, 3))]
+        q = torch.zeros(1, HEADS, 9, 8)
+        far = [float(stack.encodings_of(n)[0].logit_bias(q, q, b)[0, :, 8, 0].max()) for n, b in enumerate(biases)]
+        assert len(set(far)) == 3
+
+
 def test_growing_far_saturates_the_geometric_rule():
     matrix = geometric_matrix(13, 79)
     assert bool((matrix[-5:, -1] == 1).all())  # the edge repeats

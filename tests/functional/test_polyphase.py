@@ -40,8 +40,44 @@ def test_the_strongest_component_of_each_sample(stride, rows, columns, seed):
         assert torch.isclose(norms[i * stride + j], norms.max())
 
 
-def test_the_first_component_wins_a_tie():
+def test_a_repeated_pattern_has_no_other_start():
     assert polyphase_index(torch.ones(1, 1, 4, 6), 2).tolist() == [[0, 0]]
+    stripes = torch.tensor([0.0, 1.0, 2.0, 3.0] * 2).expand(1, 1, 4, 8)
+    assert polyphase_index(stripes, 4).tolist() == [[0, 3]]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    stride=st.integers(2, 3),
+    rows=st.integers(1, 3),
+    columns=st.integers(1, 3),
+    seed=st.integers(0, 999),
+    down=st.integers(0, 8),
+    right=st.integers(0, 8),
+)
+def test_icons_with_ties_are_anchored_alike_wherever_they_begin(stride, rows, columns, seed, down, right):
+    """Few grey levels, so that most images have equal components; the published rule loses some of them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 2, (1, 2, rows * stride, columns * stride), generator=generator).float()
+    one = polyphase_anchor(x, stride)[0][0]
+    two = polyphase_anchor(x.roll((down, right), (2, 3)), stride)[0][0]
+    steps = [range(0, size, stride) for size in one.shape[1:]]
+    assert any(torch.equal(two, one.roll((a, b), (1, 2))) for a in steps[0] for b in steps[1])
+
+
+def test_two_points_on_a_diagonal_show_what_the_first_component_loses():
+    x = torch.zeros(1, 1, 4, 4)
+    x[0, 0, 1, 1] = x[0, 0, 2, 2] = 1
+    same = {"picture": 0, "first": 0}
+    for ties in same:
+        one = polyphase_anchor(x, 2, ties=ties)[0][0]
+        for down in range(4):
+            for right in range(4):
+                two = polyphase_anchor(x.roll((down, right), (2, 3)), 2, ties=ties)[0][0]
+                same[ties] += any(torch.equal(two, one.roll((a, b), (1, 2))) for a in (0, 2) for b in (0, 2))
+    assert same == {"picture": 16, "first": 8}
+    with pytest.raises(ValueError, match="ties: expected one of picture, first"):
+        polyphase_index(x, 2, ties="last")
 
 
 def test_gradients_pass_to_the_pixels():

@@ -405,3 +405,24 @@ def test_cswin_is_evaluated_at_other_sizes_and_shifts(tmp_path):
     assert {row.size for row in result.rows if row.metric == "accuracy"} == {12, 18}
     shifted = run_shift(model, data, encoding_name="lepe", output_dir=tmp_path / "b", progress=False)
     assert shifted.shifts == [1, 2]
+
+
+def test_inside_an_encoder_layer_of_torch_positions_are_not_lost():
+    """In evaluation torch would read the projections itself and leave the encoding out."""
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    layer.self_attn = MultiheadAttention(16, 2, create_encoding("irpe", 16, 2, init_std=1.0), batch_first=True)
+    x, positions = torch.randn(2, 6, 16), Positions.grid(2, 3)
+    for training in (True, False):
+        layer.train(training)
+        with torch.no_grad(), pytest.raises(ValueError, match="positions: this layer owns an encoding"):
+            layer(x)
+    attention = layer.self_attn.eval()
+    causal = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    hinted = attention(x, x, x, attn_mask=causal, is_causal=True, positions=positions)[0]
+    assert torch.equal(hinted, attention(x, x, x, attn_mask=causal, positions=positions)[0])
+    with pytest.raises(ValueError, match="is_causal is a hint"):
+        attention(x, x, x, is_causal=True, positions=positions)
+    with pytest.raises(ValueError, match="expected one batched shape"):
+        attention(x, x[:, :4], x[:, :4], positions=positions)
+    with pytest.raises(ValueError, match="expected one batched shape"):
+        attention(x[0], x[0], x[0], positions=positions)

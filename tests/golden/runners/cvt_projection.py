@@ -19,7 +19,7 @@ def run(case: Case) -> dict[str, Tensor]:
     kernel = case.option("kernel")
     if case.option("padding", kernel // 2) != kernel // 2:
         raise Unknown(f"config.padding={case.option('padding')}")
-    case.expect("method", "dw_bn")
+    method = case.expect("method", "dw_bn", "avg") or "dw_bn"
     scale = case.option("scale")
     if not (scale.startswith("dim**-0.5") or scale.startswith("head_dim**-0.5")):
         raise Unknown(f"config.scale={scale!r}")
@@ -32,6 +32,7 @@ def run(case: Case) -> dict[str, Tensor]:
         kernel=kernel,
         stride_q=case.option("stride_q"),
         stride_kv=case.option("stride_kv"),
+        method=method,
         qkv_bias="proj_q.bias" in params,
         scale=scale.partition("**")[0],
     )
