@@ -62,15 +62,12 @@ class ShiftEvaluation:
         encoding: name in the table.
         rows: the table.
         shifts: tested shifts in pixels.
-        logit_change: largest change of a logit, over the spread of the unshifted logits, by ``(way, direction,
-            shift)``.
     """
 
     folder: Path
     encoding: str
     rows: list[Row]
     shifts: list[int]
-    logit_change: dict[tuple[str, str, int], float]
 
     def row(self, metric: str, shift: int = 0, coordinates: str = UNSHIFTED) -> Row | None:
         """A measured number, or ``None``."""
@@ -151,9 +148,9 @@ def run_shift(
     finally:
         model.train(training)
 
-    rows, changes = _rows(encoding_name, labels, base, moved, seconds)
+    rows = _rows(encoding_name, labels, base, moved, seconds)
     write_results(folder / "results.csv", rows)
-    result = ShiftEvaluation(folder, encoding_name, rows, steps, changes)
+    result = ShiftEvaluation(folder, encoding_name, rows, steps)
     if progress:
         found = [
             f"{name} {100 * row.value:.1f} %" for name, metric in SHIFT_COLUMNS.items() if (row := result.row(metric))
@@ -216,9 +213,7 @@ def _logits(
     return torch.cat(labels), torch.cat(base), joined, seconds
 
 
-def _rows(
-    encoding: str, labels: Tensor, base: Tensor, moved: Moved, seconds: float
-) -> tuple[list[Row], dict[tuple[str, str, int], float]]:
+def _rows(encoding: str, labels: Tensor, base: Tensor, moved: Moved, seconds: float) -> list[Row]:
     count = len(labels)
     before = base.argmax(-1)
     spread = base.std().clamp_min(1e-12)
@@ -239,15 +234,16 @@ def _rows(
         ]
     speed = count * (1 + len(moved)) / max(seconds, 1e-9)
     rows.append(Row(encoding, 0, UNSHIFTED, "images_per_second", speed, n=count * (1 + len(moved))))
-    changes = {}
     for (way, name, shift), logits in moved.items():
         answer = logits.argmax(-1)
         rows += [
             part(shift, f"{way} {name}", "shifted_accuracy", answer == labels),
             part(shift, f"{way} {name}", "consistency", answer == before),
         ]
-        changes[way, name, shift] = float((logits - base).abs().max() / spread)
-    return rows, changes
+        change = (logits - base).abs() / spread  # in standard deviations of the unshifted logits
+        for metric, value in (("mean_logit_change", change.mean()), ("largest_logit_change", change.max())):
+            rows.append(Row(encoding, shift, f"{way} {name}", metric, float(value), n=count))
+    return rows
 
 
 # -- report -----------------------------------------------------------------------------------------------------------
@@ -389,30 +385,31 @@ def _write_report(
         mark=0,
     )
     table: list[list[Any]] = []
-    for way, name, shift in evaluation.logit_change:
-        key = (shift, f"{way} {name}")
+    for row in evaluation.rows:
+        if row.metric != "largest_logit_change":
+            continue
+        key = (row.size, row.coordinates)
+        mean = evaluation.row("mean_logit_change", *key)
         table.append(
             [
-                f"{way} {name}",
-                f"{shift} px",
+                row.coordinates,
+                f"{row.size} px",
                 percent(evaluation.row("shifted_accuracy", *key)),
                 percent(evaluation.row("consistency", *key)),
-                f"{evaluation.logit_change[way, name, shift]:.2g}",
+                "" if mean is None else f"{mean.value:.2g}",
+                f"{row.value:.2g}",
             ]
         )
-    document.table(["shift", "by", "accuracy", "same answer", "change of logits"], table, fold="Every shift")
+    columns = ["shift", "by", "accuracy", "same answer", "mean change of logits", "largest"]
+    document.table(columns, table, fold="Every shift")
     document.paragraph(
         "Circular: what leaves at one side enters at the other. Cropped: the window of the model moves over a canvas "
         "that continues the image by copies of its outermost pixels; what leaves the window is lost. Images that have "
-        "an empty border at least as wide as the shift are the same under both. Change of logits: the largest over all "
-        "images and classes, in standard deviations of the unshifted logits; a model that cannot see a shift leaves "
-        "rounding."
+        "an empty border at least as wide as the shift are the same under both. Change of logits: over all images and "
+        "classes, in standard deviations of the unshifted logits; a model that cannot see a shift leaves rounding."
     )
     encoding_section(document, stack)
     document.heading("Cost")
     document.table(["quantity", "value"], cost_rows(model, stack, None, "px"))
-    numbers = (
-        "All numbers of this page but the change of logits are in results.csv, where the column size is the shift in "
-        "pixels."
-    )
+    numbers = "All numbers of this page are in results.csv, where the column size is the shift in pixels."
     finish_report(document, folder, model, data, config=config, command=command, numbers=numbers)

@@ -83,6 +83,11 @@ def test_counts_of_a_model_that_sees_where_patches_are_cut(data, tmp_path, capsy
             row = result.row("consistency", shift, f"circular {name}")
             answer = model(images.roll((down * shift, side * shift), (2, 3))).argmax(-1)
             assert row.value == pytest.approx(float((answer == before).double().mean()))
+            logits = model(images.roll((down * shift, side * shift), (2, 3)))
+            change = (logits - model(images)).abs().double() / model(images).double().std()
+            for metric, wanted in (("mean_logit_change", change.mean()), ("largest_logit_change", change.max())):
+                found = result.row(metric, shift, f"circular {name}")
+                assert found.value == pytest.approx(float(wanted.detach()), rel=1e-5)
             assert (row.ci_low, row.ci_high) == pytest.approx(wilson_interval(int((answer == before).sum()), 40))
             accuracy = result.row("shifted_accuracy", shift, f"circular {name}")
             assert accuracy.value == pytest.approx(float((answer == labels).double().mean()))
