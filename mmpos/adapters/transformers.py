@@ -128,7 +128,7 @@ def attach(
     family = family_of(model)
     if hasattr(model, _RECORD):
         raise ValueError(f"model: {scheme_of(model).name!r} is already attached; call detach(model) first")
-    base = getattr(model, "model", None)
+    base: Any = getattr(model, "model", None)
     decoder = getattr(base, family.decoder, None)
     if decoder is None or not hasattr(model, "_prepare_position_ids_for_generation"):
         raise ValueError(
