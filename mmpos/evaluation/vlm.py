@@ -7,6 +7,7 @@ and coordinates the form of what it shows.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -244,7 +245,8 @@ def vlm_figure(evaluation: VlmEvaluation, data: Any, examples: Sequence[tuple[Vl
             x0, y0, x1, y1 = (float(value) - 0.5 for value in box)
             axis.plot([x0, x1, x1, x0, x0], [y0, y0, y1, y1, y0], color=colour, lw=1.6)
         words = batch.tokens[row, question.first : question.answer].tolist()
-        axis.set_title(data.vocabulary.decode(words), fontsize=8, color="#33414e")
+        title = "\n".join(textwrap.wrap(data.vocabulary.decode(words), 26))
+        axis.set_title(title, fontsize=8, color="#33414e")
     axis = right.subplots()
     places = {form: number for number, form in enumerate(evaluation.forms)}
     for number, kind in enumerate(evaluation.kinds()):

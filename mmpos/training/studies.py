@@ -198,13 +198,14 @@ def _circumstances(recipe: str, runs: Sequence[tuple[Path, dict[str, Any]]]) -> 
     # a run that was held up has no time: what the clock shows is then no property of the recipe
     known = [summary for summary in summaries if summary["train_seconds"] is not None]
     seconds = sorted({round(summary["train_seconds"] + summary["evaluate_seconds"]) for summary in known})
-    overrides = " ".join(_settings(summaries[0]))
+    settings = [re.sub(r"(?<=\broot=).*", "<folder>", text) for text in _settings(summaries[0])]  # whose disk it was
+    overrides = " ".join(settings)
     encodings = list(dict.fromkeys(summary["encoding"] for summary in summaries))
     if summaries[0].get("evaluation") == "three_cell":
-        overrides = " ".join([f"encoding={','.join(encodings)}", *_settings(summaries[0])])
+        overrides = " ".join([f"encoding={','.join(encodings)}", *settings])
     schemes = list(dict.fromkeys(row["encoding"] for folder, _ in runs for row in _rows(folder)))
     if summaries[0].get("evaluation") == "vlm" and len(schemes) > 1:
-        overrides = " ".join([f"model.options.scheme={','.join(schemes)}", *_settings(summaries[0])])
+        overrides = " ".join([f"model.options.scheme={','.join(schemes)}", *settings])
     sizes = sorted({summary["parameters"] for summary in summaries})
     parameters = " to ".join(f"{size:,}" for size in dict.fromkeys((sizes[0], sizes[-1])))
     machines = ", ".join(sorted({summary.get("machine", "unknown machine") for summary in summaries}))

@@ -56,6 +56,7 @@ def run(folder: Path, scheme: str, values: tuple[float, float, float], seed: int
             f"callbacks.progress={seed == 0}",
             f"model.options.scheme={scheme}",
             "stages.tower.run=towers/seed${seed}",
+            "data.root=/disk of/somebody",
         ],
         "stages": ["tower", "whole"],
     }
@@ -117,7 +118,7 @@ def test_readme_of_a_sweep_has_a_row_for_each_scheme(study: Path, tmp_path: Path
         "| mrope | 75.0 ± 7.1 | 70.0 ± 14.1 | 40.0 ± 14.1 | 80.0 ± 0.0 | 40.0 ± 14.1 |",
         "| raster | 30.0 | 20.0 | 10.0 | 40.0 | 10.0 |",
     ]
-    command = "python train.py -m recipe=vlm_schemes seed=0,1 model.options.scheme=mrope,raster"
+    command = "python train.py -m recipe=vlm_schemes seed=0,1 model.options.scheme=mrope,raster data.root=<folder>"
     assert command in readme.read_text().splitlines()
 
 
@@ -128,6 +129,9 @@ def test_readme_of_one_scheme_has_a_row_for_each_form(tmp_path: Path) -> None:
     readme.parent.mkdir(parents=True)
     readme.write_text(f"# T\n\n{BEGIN}\n{END}\n")
     refresh_readmes(tmp_path / "study", tmp_path / "recipes")
+    page = next((tmp_path / "recipes").rglob("README.md")).read_text()
+    assert "data.root=<folder>" in page
+    assert "somebody" not in page
     rows = [line for line in readme.read_text().splitlines() if line.startswith("| ")]
     assert rows == [
         "| form | visual tokens | where | which frame |",
