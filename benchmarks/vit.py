@@ -1,6 +1,7 @@
 """Cost of position encodings in a whole model: forward and backward of ViT-S/16 at 224 pixels, over no encoding.
 
-``python -m benchmarks.vit [--encodings rope_axial,rope_mixed] [--batch 4] [--rounds 15] [--threads 1]``
+``python -m benchmarks.vit [--encodings rope_axial,rope_mixed] [--batch 4] [--rounds 15] [--threads 1]``; LePE in the
+model it comes from: ``--model cswin_micro --encodings lepe --batch 64``, 28 pixels.
 
 The models take turns in one process. A ratio is the median over rounds of (time with the encoding / time without it in
 the same round), which other jobs on the machine disturb less than a ratio of medians.
@@ -18,15 +19,21 @@ from benchmarks._timing import keep_freed_memory, machine, print_table
 import torch  # isort: skip
 
 from mmpos.adapters.timm import attach
+from mmpos.models.cswin import CSWin
 
 
-def step_of(encoding: str, batch: int) -> Callable[[], tuple[float, float]]:
+def step_of(encoding: str, batch: int, name: str) -> Callable[[], tuple[float, float]]:
     """A function that runs forward and backward and returns the seconds of each."""
     import timm
 
     torch.manual_seed(0)
-    model = attach(timm.create_model("vit_small_patch16_224", num_classes=1000), encoding).train()
-    images = torch.randn(batch, 3, 224, 224)
+    model: torch.nn.Module
+    if name == "cswin_micro":
+        model = CSWin(10, in_chans=1, encoding=(encoding, {})).train()
+        images = torch.randn(batch, 1, 28, 28)
+    else:
+        model = attach(timm.create_model(name, num_classes=1000), encoding).train()
+        images = torch.randn(batch, 3, 224, 224)
 
     def step() -> tuple[float, float]:
         model.zero_grad(set_to_none=True)
@@ -42,6 +49,7 @@ def step_of(encoding: str, batch: int) -> Callable[[], tuple[float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vit", description=__doc__)
     parser.add_argument("--encodings", default="rope_axial,rope_mixed", help="names, comma-separated")
+    parser.add_argument("--model", default="vit_small_patch16_224", help="a timm ViT for 224 pixels, or cswin_micro")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
@@ -50,7 +58,7 @@ def main() -> None:
     keep_freed_memory()
     print(f"{machine()}, batch {options.batch}, {options.rounds} rounds")
     names = ["none", *(name for name in options.encodings.split(",") if name != "none")]
-    steps = {name: step_of(name, options.batch) for name in names}
+    steps = {name: step_of(name, options.batch, options.model) for name in names}
     for step in steps.values():
         step()
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -73,7 +81,7 @@ def main() -> None:
             ]
         )
     columns = ["", "median ms", "best ms", "/ none (median)", "/ none (best)", "forward / none"]
-    print_table("ViT-S/16 at 224, forward and backward", columns, rows)
+    print_table(f"{options.model}, forward and backward", columns, rows)
 
 
 if __name__ == "__main__":
