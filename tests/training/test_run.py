@@ -15,6 +15,7 @@ from mmpos.config import compose, config_dir
 from mmpos.evaluation.weights import load_weights, newest_checkpoint, read_checkpoint
 from mmpos.training.build import build_data, build_model, check_config
 from mmpos.training.run import changes, evaluate_run, read_config, train
+from tests.data.boxed_files import write_bccd, write_nlvr
 from tests.training.conftest import weights
 
 Make = Callable[..., dict[str, Any]]
@@ -81,12 +82,19 @@ def test_shifts_of_a_run_at_its_end_and_afterwards(small: Make, tmp_path: Path) 
     assert kept["encoding"]["name"] == "rope_axial"
 
 
+WRITERS = {"vlm_nlvr": write_nlvr, "vlm_bccd": write_bccd}
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_runs_two_steps(recipe: str, tmp_path: Path) -> None:
     overrides = [f"recipe={recipe}", "trainer=cpu", "debug=fast"]
     if "imagenet" in recipe:
         image_folder(tmp_path / "images")
         overrides += [f"data.root={tmp_path / 'images'}", "data.batch_size=2", "data.num_workers=0", *SMALL_MODEL]
+    if recipe in WRITERS:
+        (tmp_path / "files").mkdir()
+        WRITERS[recipe](tmp_path / "files")
+        overrides += [f"data.root={tmp_path / 'files'}"]
     config = compose(overrides)
     config.pop("resume")
     config.pop("ckpt_path")
