@@ -127,7 +127,7 @@ class TableTokens:
         Shape:
             Returns ``(B, N)``, int64.
 
-        Source: arXiv 2409.19700, section 3; the reference needs numpy before 1.24 for it and otherwise drops samples.
+        Source: arXiv 2409.19700; the reference needs numpy before 1.24 for it and otherwise drops samples.
         """
         columns = int(self.column.max()) + 2 if self.column.numel() else 2
         # slots of a cell, and cells of a column, are in sequence already: a stable sort keeps that

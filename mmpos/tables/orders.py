@@ -60,7 +60,7 @@ def plan_orders(
     Raises:
         ValueError: for shapes that do not fit, positions that repeat, or padding before real tokens.
 
-    Source: arXiv 2409.19700, section 3.
+    Source: arXiv 2409.19700
     """
     if orders.dim() != 3 or orders.is_floating_point():
         raise ValueError(f"orders: expected integers (J, B, N), got {orders.dtype} {tuple(orders.shape)}; stack them")

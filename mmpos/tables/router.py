@@ -29,7 +29,7 @@ class OrderRouter(nn.Module):
         x ``(B, N, heads * head_dim)``, the normed input of the layer; returns ``(B, N, heads, J)``, softmax in at least
         float32, in the dtype of ``x``.
 
-    Source: arXiv 2409.19700, section 3.
+    Source: arXiv 2409.19700
     """
 
     def __init__(self, head_dim: int, num_orders: int = 2, *, hidden: int | None = None, bias: bool = True) -> None:
@@ -85,7 +85,7 @@ def routing_entropy(weights: Tensor, in_table: Tensor, eps: float = 1e-10) -> Te
         weights ``(B, N, heads, J)``, in_table ``(B, N)``; returns a scalar between 0 and ``log J``, the mean over the
         samples that have a table, 0 without any.
 
-    Source: arXiv 2409.19700, equation of the auxiliary loss.
+    Source: arXiv 2409.19700, the auxiliary loss.
     """
     if in_table.shape != weights.shape[:2]:
         raise ValueError(f"in_table: expected (B, N) = {tuple(weights.shape[:2])}, got {tuple(in_table.shape)}")
@@ -104,7 +104,7 @@ class RoutingEntropy:
         >>> router = OrderRouter(8)
         >>> with RoutingEntropy.of(router, torch.ones(1, 3, dtype=torch.bool)) as entropy:
         ...     _ = router(torch.zeros(1, 3, 16))
-        >>> round(float(entropy.loss()), 4)
+        >>> round(float(entropy.loss().detach()), 4)
         0.6931
     """
 

@@ -42,7 +42,7 @@ def branch_attention(q: Tensor, k: Tensor, v: Tensor, plan: OrderPlan, *, plain:
         q ``(J, B, heads, N, d)``, k ``(J, B, kv_heads, N, d)``, v ``(B, kv_heads, N, d)``; returns the shape of ``q``.
         Rows of padding are zero.
 
-    Source: arXiv 2409.19700, section 3.
+    Source: arXiv 2409.19700
     """
     count, batch, heads, length, _ = q.shape
     if v.shape[-2] != length or (count, batch, length) != tuple(plan.orders.shape):
@@ -79,6 +79,7 @@ class Tpe2dAttention(nn.Module):
         x ``(B, N, dim)``, the normed hidden states; returns the same.
 
     Example:
+        >>> import torch
         >>> from mmpos.tables import Table, plan_orders, table_tokens
         >>> tokens = table_tokens([[2, Table([[1, 3], [1, 1]], separators=True), 4]])
         >>> plan = plan_orders(tokens.orders(), head_dim=8)

@@ -63,10 +63,13 @@ def attention(case: Case) -> dict[str, Tensor]:
     x = case.input("hidden_states")
     decoding = case.has_option("decode_steps")
     ids = case.input("token_ids_prefill" if decoding else "token_ids")
-    orders = ids.unflatten(1, (case.expect("orders", 2) or 2, -1)).transpose(0, 1)
+    count = case.option("orders")
+    orders = ids.unflatten(1, (count, -1)).transpose(0, 1)
     mask = case.input("attention_mask").bool() if case.has("in.attention_mask") else None
+    if mask is not None and mask.shape != ids.unflatten(1, (count, -1)).shape[::2]:
+        raise Unknown(f"in.attention_mask of shape {tuple(mask.shape)}")
     plan = plan_orders(orders, width, base=case.option("rope_theta"), mask=mask, dtype=torch.float64)
-    router = OrderRouter(width, 2, hidden=case.option("router_hidden"), bias=case.option("router_bias")).to(x.dtype)
+    router = OrderRouter(width, count, hidden=case.option("router_hidden"), bias=case.option("router_bias")).to(x.dtype)
     params = case.params()
     router.load_state_dict({name: params.pop(name) for name in list(params) if name.startswith("gate_")})
     known = {f"{name}_proj.{kind}" for name in "qkvo" for kind in ("weight", "bias")}
