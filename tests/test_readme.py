@@ -139,3 +139,9 @@ def test_decoder_examples_run() -> None:
     assert len(blocks) == 2
     assert "longer" in run(blocks[0])
     assert "vlm" in run(blocks[1])
+
+
+def test_example_of_a_table() -> None:
+    names = run(example("In a table"))
+    assert 0 < float(names["loss"].detach()) < 0.7
+    assert names["cache"].mask[1].sum() == 12 + 1

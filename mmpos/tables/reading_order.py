@@ -86,7 +86,7 @@ def nearest_neighbours(centres: Tensor, count: int) -> Tensor:
         raise ValueError(f"count: expected 0 to {words - 1} neighbours for {words} words, got {count}")
     distance = torch.cdist(centres.double(), centres.double())
     distance.diagonal(dim1=-2, dim2=-1).fill_(-1.0)  # a word stands before others at its own place
-    nearest = distance.argsort(-1, stable=True)[..., : count + 1]
+    nearest = distance.argsort(dim=-1, stable=True)[..., : count + 1]
     return torch.zeros_like(distance, dtype=torch.bool).scatter_(-1, nearest, True)
 
 

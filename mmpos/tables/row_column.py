@@ -110,7 +110,8 @@ class TapasEmbedding(nn.Module):
             index = torch.arange(x.shape[1], device=x.device).clamp_max(self.max_positions - 1)
         x = x + self.position(index)
         for table, ids in zip(self.types, types.unbind(-1), strict=True):
-            x = x + table(ids.clamp_max(table.weight.shape[0] - 1))
+            assert isinstance(table, nn.Embedding)
+            x = x + _clamped(table, ids)
         return self.norm(x)
 
 

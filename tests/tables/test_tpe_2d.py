@@ -54,9 +54,7 @@ def causal(module: Tpe2dAttention, x: Tensor, position: Tensor | None = None) ->
     position = torch.arange(length) if position is None else position
     freqs = inverse_frequencies(4, 10000.0, dtype=torch.float64)
     table = rotation_from_angles((position[:, None].double() * freqs)[None, None], layout="half")
-    q, k, v = (
-        proj(x).unflatten(-1, (-1, 8)).transpose(1, 2) for proj in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    q, k, v = (proj(x).unflatten(-1, (-1, 8)).transpose(1, 2) for proj in (module.q_proj, module.k_proj, module.v_proj))
     q, k, v = rotate(q, table), rotate(k, table).repeat_interleave(2, 1), v.repeat_interleave(2, 1)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return module.o_proj(out.transpose(1, 2).flatten(2))
