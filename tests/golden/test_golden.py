@@ -69,7 +69,9 @@ def test_a_changed_number_fails(path: Path, name: str, tmp_path: Path) -> None:
     assert name.removeprefix("out.") in result.reason
 
 
-@pytest.mark.parametrize("method", ["rope_axial", "rope_mixed", "rope_scaling", "sincos_nd", "ape_resample"])
+@pytest.mark.parametrize(
+    "method", ["rope_axial", "rope_mixed", "rope_scaling", "sincos_nd", "ape_resample", "tpe_2d", "reading_order"]
+)
 def test_unknown_options_and_tensors_have_no_runner(method: str, tmp_path: Path) -> None:
     for path in find_cases(HERE / method):
         tensors, spec = read(path)
@@ -98,6 +100,10 @@ def test_unknown_options_and_tensors_have_no_runner(method: str, tmp_path: Path)
         ("ape_resample/timm_cls_7x7_to_10x5", {"interpolation": "lanczos"}),
         ("ape_resample/naflex_learned_mixed", {"type": "rotary"}),
         ("sincos_nd/timm_2d_3x5", {"default": {"normalise": True}}),
+        ("tpe_2d/attn_prefill", {"hidden_size": 64}),
+        ("tpe_2d/decode", {"decode_steps": 2}),
+        ("reading_order/rope_codes", {"include_self": False}),
+        ("reading_order/tuta_tree", {"attn_method": "mean"}),
     ],
 )
 def test_unknown_values_have_no_runner(case: str, change: dict, tmp_path: Path) -> None:
