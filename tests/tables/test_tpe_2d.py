@@ -253,3 +253,13 @@ def test_errors_name_the_argument() -> None:
     q = torch.zeros(1, 1, 2, 5, 8)
     with pytest.raises(ValueError, match="make the plan"):
         branch_attention(q, q, q[0], plan_orders(orders, 8))
+
+
+def test_half_precision_stays_near_the_exact_result() -> None:
+    tokens, plan = batch()
+    module = layer()
+    x = seeded(3, tokens.mask.shape[1], 32, dtype=torch.float64)
+    exact = module(x, plan)
+    half = module.bfloat16()(x.bfloat16(), plan_orders(tokens.orders(), 8, mask=tokens.mask))
+    assert half.dtype == torch.bfloat16
+    assert float((half.double() - exact).detach().abs().max()) < 0.05
