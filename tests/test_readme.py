@@ -145,3 +145,8 @@ def test_example_of_a_table() -> None:
     names = run(example("In a table"))
     assert 0 < float(names["loss"].detach()) < 0.7
     assert names["cache"].mask[1].sum() == 12 + 1
+
+
+def test_example_of_several_views() -> None:
+    names = run(example("Between several views"))
+    assert names["out"].shape == (1, 4, 144, 48)
