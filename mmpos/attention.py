@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmpos.encodings._slices import join_slices
 from mmpos.encodings.base import BiasSlice, PositionEncoding
 from mmpos.encodings.registry import LayerState
 
@@ -160,9 +161,11 @@ def sliced_attention(
     dropout_p: float = 0.0,
 ) -> Tensor:
     """SDPA for a few samples and heads at a time, each with its own part of a bias that would be large as a whole."""
-    out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device).transpose(1, 2)
     full = None if bias is None else bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    for b, h, term in slices:
-        part = add_bias(None if full is None else full[b, h], term.to(q.dtype))
-        out[b, h] = fused_attention(q[b, h], k[b, h], v[b, h], bias=part, scale=scale, dropout_p=dropout_p)
-    return out
+
+    def found() -> Iterator[BiasSlice]:
+        for b, h, term in slices:
+            part = add_bias(None if full is None else full[b, h], term.to(q.dtype))
+            yield b, h, fused_attention(q[b, h], k[b, h], v[b, h], bias=part, scale=scale, dropout_p=dropout_p)
+
+    return join_slices(found(), q)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.encodings._bias import raster_coordinates, whole_coordinates
-from mmpos.encodings._slices import slices_of, works_in_one_piece
+from mmpos.encodings._slices import slices_of
 from mmpos.encodings.base import BiasSlice, Facts, PositionEncoding
 from mmpos.encodings.registry import register
 from mmpos.functional.buckets import compact, gather_key_side
@@ -144,11 +144,12 @@ class DecomposedRpe(PositionEncoding):
     ) -> Iterator[BiasSlice] | None:
         """The same a few heads at a time: all of them at once do not fit into a cache."""
         axes, tables = prepared
-        if works_in_one_piece(q, k, *tables):
+        chosen = slices_of(q, k, *tables)
+        if chosen is None:
             return None
 
         def slices() -> Iterator[BiasSlice]:
-            for b, h in slices_of(q):
+            for b, h in chosen:
                 index = tuple(i if i.shape[0] == 1 else i[b] for i in axes.index)
                 yield b, h, self.logit_bias(q[b, h], k[b, h], (replace(axes, index=index), tables))
 

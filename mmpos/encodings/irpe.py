@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmpos.coordinates import rescaled
-from mmpos.encodings._slices import slices_of, works_in_one_piece
+from mmpos.encodings._slices import Slices, join_slices, slices_of
 from mmpos.encodings.base import BiasSlice, Facts, PositionEncoding, ScoreMod
 from mmpos.encodings.registry import register
 from mmpos.functional.buckets import (
@@ -253,12 +253,13 @@ class Irpe(PositionEncoding):
 
     def logit_bias_slices(self, q: Tensor, k: Tensor, prepared: Buckets) -> Iterator[BiasSlice] | None:
         """The terms of queries and keys a few heads at a time: all of them at once do not fit into a cache."""
-        if self.owns_attention or self.mode == "bias" or works_in_one_piece(q, k, self.table_k, self.table_q):
+        chosen = None if self.owns_attention or self.mode == "bias" else slices_of(q, k, self.table_k, self.table_q)
+        if chosen is None:
             return None
         tables = [self._scaled(self.table_k, prepared, q.dtype), self._scaled(self.table_q, prepared, q.dtype)]
 
         def slices() -> Iterator[BiasSlice]:
-            for b, h, (key_side, query_side), pairs in _parts(q, tables, self._pairs(prepared)):
+            for b, h, (key_side, query_side), pairs in _parts(chosen, tables, self._pairs(prepared)):
                 term = self._combine(q[b, h], k[b, h], key_side, query_side, prepared, pairs)
                 assert term is not None
                 yield b, h, term
@@ -323,14 +324,17 @@ class Irpe(PositionEncoding):
             self._scaled(self.table_k, prepared, q.dtype),
             self._used(self.table_v, prepared, q.dtype, dim=-2),
         ]
-        if plain or works_in_one_piece(q, k, v, self.table_v, self.table_k, self.table_q):
+        chosen = None if plain else slices_of(q, k, v, self.table_v, self.table_k, self.table_q, bias)
+        if chosen is None:
             return self._attend(q, k, v, tables, prepared, self._pairs(prepared), bias, scale, dropout_p)
-        out = torch.empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1], dtype=q.dtype).transpose(1, 2)
         full = None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
-        for b, h, part, pairs in _parts(q, tables, self._pairs(prepared)):
-            mask = None if full is None else full[b, h]
-            out[b, h] = self._attend(q[b, h], k[b, h], v[b, h], part, prepared, pairs, mask, scale, dropout_p)
-        return out
+
+        def found() -> Iterator[tuple[slice, slice, Tensor]]:
+            for b, h, part, pairs in _parts(chosen, tables, self._pairs(prepared)):
+                mask = None if full is None else full[b, h]
+                yield b, h, self._attend(q[b, h], k[b, h], v[b, h], part, prepared, pairs, mask, scale, dropout_p)
+
+        return join_slices(found(), q)
 
     def _attend(
         self,
@@ -443,14 +447,15 @@ def _product(x: Tensor, table: Tensor) -> Tensor:
 
 
 def _parts(
-    q: Tensor, tables: list[list[Tensor]], pairs: Pairs
+    chosen: Slices, tables: list[list[Tensor]], pairs: Pairs
 ) -> Iterator[tuple[slice, slice, list[list[Tensor]], Pairs]]:
-    """Slices of batch and heads, with what each needs of the tables and of the index, widened once for all."""
-    wide: Pairs = []
-    for index, _, mirrored in pairs:
-        index = index.long()
-        wide.append((index, mirror_rows(index, mirrored), None))
-    for b, h in slices_of(q):
+    """Slices of batch and heads, with what each needs of the tables and of the index.
+
+    Without gradients the index is widened once for all slices; with them it stays small until the backward pass.
+    """
+    wide = pairs
+    if not torch.is_grad_enabled():
+        wide = [(index.long(), mirror_rows(index.long(), mirrored), None) for index, _, mirrored in pairs]
+    for b, h in chosen:
         part = [[t if t.shape[0] == 1 else t[h] for t in group] for group in tables]
-        own: Pairs = [(i if len(i) == 1 else i[b], o if len(o) == 1 else o[b], None) for i, o, _ in wide]
-        yield b, h, part, own
+        yield b, h, part, [(i if len(i) == 1 else i[b], o if len(o) == 1 else o[b], m) for i, o, m in wide]

@@ -347,6 +347,26 @@ def test_gradients_are_those_of_finite_differences(method, mode, places):
     assert torch.autograd.gradgradcheck(run, (q, k, v, *tables), fast_mode=True)
 
 
+@pytest.mark.parametrize("on", ["k", "qk", "qkv"])
+@pytest.mark.parametrize("method", ["product", "cross"])
+def test_training_in_slices_gives_the_same_gradients(method, on, monkeypatch):
+    """Several samples at a time: slower caches would hold none of the logits of a large grid."""
+    mask = torch.tensor([[1, 1, 0, 1, 1, 0], [1] * 6, [0] * 6]).bool()
+    stack, _ = make(1, method=method, on=on, shared_heads=False)
+    results = []
+    for elements in (1, 150, 10**6):  # one sample, a few, all
+        monkeypatch.setattr(_slices, "TRAINING_ELEMENTS", elements)
+        stack.zero_grad()
+        q, k, v = (x.requires_grad_() for x in content(7, batch=3))
+        positions = Positions.grid(2, 3, num_prefix=1, mask=mask)
+        out = attend(q, k, v, stack.prepare(positions)[0], mask=torch.ones(7, 7).tril().bool())
+        out.square().sum().backward()
+        results.append([out, q.grad, k.grad, v.grad, *(parameter.grad.clone() for parameter in stack.parameters())])
+    for other in results[:2]:
+        for found, wanted in zip(other, results[2], strict=True):
+            assert torch.allclose(found, wanted, atol=1e-12)
+
+
 @pytest.mark.parametrize("on", ["k", "qkv"])
 def test_a_query_that_may_attend_to_nothing_has_finite_gradients(on):
     stack, _ = make(on=on)
