@@ -14,7 +14,7 @@ __all__ = ["SLICE_ELEMENTS", "TRAINING_ELEMENTS", "Slices", "join_slices", "slic
 SLICE_ELEMENTS = 2**18
 #: the same where gradients are asked for: several tensors of this size live until the backward pass, which reads them
 #: again slice by slice, from the last-level cache at best
-TRAINING_ELEMENTS = 2**22
+TRAINING_ELEMENTS = 2**20
 
 Slices = list[tuple[slice, slice]]
 

@@ -301,7 +301,8 @@ def kinds_of(types: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.shape != types.shape:
         raise ValueError(f"mask: expected {tuple(types.shape)}, got {tuple(mask.shape)}")
     kind = types.long().contiguous()
-    if types.numel() and not 0 <= int(kind.min()) <= int(kind.max()) <= VIDEO:
+    low, high = torch.aminmax(kind) if types.numel() else (TEXT, TEXT)
+    if not 0 <= int(low) <= int(high) <= VIDEO:
         row, slot = ((kind < 0) | (kind > VIDEO)).nonzero()[0].tolist()
         raise ValueError(
             f"types: expected 0 (text), 1 (image) or 2 (video), got {int(kind[row, slot])} in row {row}; give tokens "
@@ -316,8 +317,8 @@ def kinds_of(types: Tensor, mask: Tensor | None) -> Tensor:
 
 def check_rows(mask: Tensor | None) -> None:
     """Raise where a row of a prompt is nothing but padding."""
-    if mask is None or not mask.shape[-1]:
-        return
+    if mask is None or not mask.shape[-1] or bool(((mask[:, 0] != 0) | (mask[:, -1] != 0)).all()):
+        return  # padding is on one side as a rule: a look at both ends is enough
     empty = (mask == 0).all(-1).nonzero()[:, 0]
     if len(empty):
         raise ValueError(
