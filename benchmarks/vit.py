@@ -29,7 +29,8 @@ def step_of(encoding: str, batch: int, name: str) -> Callable[[], tuple[float, f
     torch.manual_seed(0)
     model: torch.nn.Module
     if name == "cswin_micro":
-        model = CSWin(10, in_chans=1, encoding=(encoding, {})).train()
+        sizes = {"dim": 36, "depths": (1, 2, 2), "heads": (2, 4, 8), "splits": (1, 2, None), "patch": 2}
+        model = CSWin(10, in_chans=1, encoding=(encoding, {}), **sizes).train()  # configs/model/cswin_micro.yaml
         images = torch.randn(batch, 1, 28, 28)
     else:
         model = attach(timm.create_model(name, num_classes=1000), encoding).train()
