@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from mmpos.data.boxed import boxed_files, channel_statistics, read_images
+from mmpos.data.boxed import EXTREMES, boxed_files, clear_extremes, read_images
+from mmpos.data.images import statistics
 from mmpos.data.order import sample_seed
-from mmpos.data.questions import Asked, QuestionData, Shape, View, shapes_of
+from mmpos.data.questions import ROW_SEEDS, Asked, QuestionData, Shape, View, shapes_of
 from mmpos.data.vlm import Places, Vocabulary
 
 __all__ = ["Bccd", "bccd_words"]
@@ -27,11 +29,9 @@ BOX_STEP = 4  # pixels between two location words
 MAX_NUMBER = 40
 #: words of the classes, in the order of the file
 OBJECTS = ("red-cell", "white-cell", "platelet")
-EXTREMES = ("highest", "lowest", "left-most", "right-most")
 QUESTIONS = (*["where"] * 4, *["what"] * 3, *["count"] * 2)
 _MARGIN = 6.0  # pixels by which the extreme one has to be ahead of the next
 _TRIES = 40
-_SEEDS = {"train": 3_000_017, "val": 1_000_003, "test": 2_000_003}
 
 
 def bccd_words() -> Vocabulary:
@@ -119,7 +119,7 @@ class Bccd(QuestionData):
         self.photos = read_photos(pictures, text)
         words = bccd_words()
         self._places = Places(words.index["[0]"], WIDTH // BOX_STEP + 1, float(BOX_STEP))
-        mean, std = channel_statistics([photo.pixels for photo in self.photos["train"]])
+        mean, std = statistics(torch.from_numpy(np.stack([p.pixels for p in self.photos["train"]])).movedim(-1, 1))
         super().__init__(
             shapes=shapes,
             kinds=QUESTIONS,
@@ -169,7 +169,7 @@ class Bccd(QuestionData):
         count = min(count, len(self.photos[split]))
         for first in range(0, count, self.eval_batch_size):
             numbers = range(first, min(first + self.eval_batch_size, count))
-            yield [(number, sample_seed(_SEEDS[split], shape.tokens, number)) for number in numbers]
+            yield [(number, sample_seed(ROW_SEEDS[split], shape.tokens, number)) for number in numbers]
 
     def row(self, split: str, shape: Shape, key: tuple[int, int]) -> tuple[list[View], list[Asked]]:
         number, seed = key
@@ -242,11 +242,8 @@ def clear_objects(photo: Photo) -> list[tuple[int, str, tuple[float, ...]]]:
         if len(boxes) == 1:
             out.append((label, "only", boxes[0]))
             continue
-        for extreme, axis, sign in zip(EXTREMES, (1, 1, 0, 0), (1, -1, 1, -1), strict=True):
-            middles = [(sign * (box[axis] + box[axis + 2]) / 2, number) for number, box in enumerate(boxes)]
-            order = sorted(middles)
-            if len(order) > 1 and order[1][0] - order[0][0] >= _MARGIN:
-                out.append((label, extreme, boxes[order[0][1]]))
+        if boxes:
+            out += [(label, extreme, boxes[which]) for extreme, which in clear_extremes(boxes, _MARGIN)]
     return out
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-__all__ = ["boxed_files", "channel_statistics", "read_images"]
+from mmpos.data.npz import decode_images
+
+__all__ = ["EXTREMES", "boxed_files", "clear_extremes", "read_images"]
+
+EXTREMES = ("highest", "lowest", "left-most", "right-most")
 
 
 def boxed_files(root: str | Path | None, name: str, suffix: str) -> tuple[Path, Path]:
@@ -44,33 +47,33 @@ def read_images(path: Path, count: int, size: tuple[int, int]) -> np.ndarray:
     Shape:
         ``(count, height, width, 3)`` uint8.
     """
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError('encoded images are read with Pillow; install it with pip install "mmpos[train]"') from error
     with np.load(path, allow_pickle=False) as file:
         arrays = {key: file[key] for key in file.files}
     encoded = next((key for key in ("jpeg", "png") if key in arrays), None)
     if encoded is None or "offsets" not in arrays:
         raise ValueError(f"root: {path} holds {sorted(arrays)}; expected offsets and jpeg or png")
-    raw, offsets = arrays[encoded].tobytes(), arrays["offsets"]
-    if len(offsets) != count + 1:
-        raise ValueError(f"root: {path} holds {len(offsets) - 1} images, the text beside it tells of {count}")
-    out = np.empty((count, *size, 3), dtype=np.uint8)
-    for number, (start, end) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
-        with Image.open(io.BytesIO(raw[start:end])) as image:
-            if image.size != size[::-1]:
-                raise ValueError(
-                    f"root: image {number} of {path} has {image.size[1]} x {image.size[0]} pixels, expected "
-                    f"{size[0]} x {size[1]}"
-                )
-            out[number] = np.asarray(image.convert("RGB"))
+    found = len(arrays["offsets"]) - 1
+    if found != count:
+        raise ValueError(f"root: {path} holds {found} images, the text beside it tells of {count}")
+    images = decode_images(arrays[encoded], arrays["offsets"])
+    if images.shape[1:3] != size:
+        raise ValueError(f"root: images of {path} have {images.shape[1]} x {images.shape[2]} pixels, expected {size}")
+    return images if images.ndim == 4 else np.repeat(images[..., None], 3, -1)
+
+
+def clear_extremes(
+    boxes: Sequence[Sequence[float]], margin: float, names: Sequence[str] = EXTREMES
+) -> list[tuple[str, int]]:
+    """Which box is the highest, the lowest, the left-most, the right-most by its middle, and ahead by a margin.
+
+    Args:
+        boxes: x0, y0, x1, y1 each.
+        margin: how far the next one has to be behind.
+        names: words for the four.
+    """
+    out = []
+    for name, axis, sign in zip(names, (1, 1, 0, 0), (1, -1, 1, -1), strict=True):
+        along = sorted((sign * (box[axis] + box[axis + 2]) / 2, number) for number, box in enumerate(boxes))
+        if len(along) == 1 or (along and along[1][0] - along[0][0] >= margin):
+            out.append((name, along[0][1]))
     return out
-
-
-def channel_statistics(images: Sequence[np.ndarray] | np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel on [0, 1]. Shape: images ``(N, H, W, C)`` uint8."""
-    total = np.stack([image.reshape(-1, image.shape[-1]).astype(np.float64).mean(0) for image in images]).mean(0)
-    square = np.stack([(image.reshape(-1, image.shape[-1]) / 255.0).__pow__(2).mean(0) for image in images]).mean(0)
-    mean = total / 255
-    return tuple(map(float, mean)), tuple(map(float, np.sqrt(square - mean**2)))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmpos.data.mnist5k import Mnist5k
 from mmpos.data.order import sample_seed
-from mmpos.data.questions import Asked, QuestionData, Shape, View, shapes_of
+from mmpos.data.questions import ROW_SEEDS, Asked, QuestionData, Shape, View, shapes_of
 from mmpos.data.scenes import CELL, Canvas, Digits, draw_canvas
 from mmpos.data.vlm import Places, Vocabulary
 
@@ -30,8 +30,6 @@ QUESTIONS = {
     "video": (*["which frame"] * 3, *["follows"] * 3),
 }
 _MARGIN = 3.0  # pixels by which the answer to a question about directions has to be clear
-#: validation and test rows do not depend on the seed of a run; a look at training rows is like a validation
-_SEEDS = {"train": 3_000_017, "val": 1_000_003, "test": 2_000_003}
 
 
 def grounding_words() -> Vocabulary:
@@ -151,7 +149,7 @@ class MnistGrounding(QuestionData):
         return shape, [sample_seed(self.seed, epoch, int(i)) for i in index]
 
     def rows(self, split: str, shape: Shape, count: int) -> Iterator[list[int]]:
-        size, seed = min(self.eval_batch_size, count), _SEEDS[split]
+        size, seed = min(self.eval_batch_size, count), ROW_SEEDS[split]
         key = int.from_bytes(shape.name.encode(), "little") % 1_000_000_007
         for first in range(0, count, size):
             yield [sample_seed(seed, key, row) for row in range(first, min(first + size, count))]

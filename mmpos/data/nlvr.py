@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmpos.data.boxed import boxed_files, channel_statistics, read_images
-from mmpos.data.images import resize
+from mmpos.data.boxed import EXTREMES, boxed_files, clear_extremes, read_images
+from mmpos.data.images import resize, statistics
 from mmpos.data.order import sample_seed
-from mmpos.data.questions import Asked, QuestionData, Shape, View, shapes_of
+from mmpos.data.questions import ROW_SEEDS, Asked, QuestionData, Shape, View, shapes_of
 from mmpos.data.vlm import Places, Vocabulary
 
 __all__ = ["Nlvr", "nlvr_words"]
@@ -28,7 +28,6 @@ SIDE, STEP, PANELS = 100, 150, 3  # pixels of a panel, from one to the next, and
 CELL = 12  # pixels of a visual token
 BOX_STEP = 2  # pixels of a panel between two location words, at whatever size it is shown
 COLOURS, FORMS = ("yellow", "black", "blue"), ("square", "circle", "triangle")
-EXTREMES = ("highest", "lowest", "left-most", "right-most")
 #: what a cell can hold, as one word
 _OBJECTS = tuple(f"{colour}-{form}" for colour in COLOURS for form in FORMS)
 #: the same in two words, as sentences and questions say it
@@ -37,7 +36,6 @@ _MARGIN = 3  # pixels by which the extreme one has to be ahead of the next
 MAX_NUMBER = 9
 #: what is asked about each picture
 QUESTIONS = ("sentence", *["where"] * 3, *["count"] * 2, *["which"] * 2)
-_SEEDS = {"train": 3_000_017, "val": 1_000_003, "test": 2_000_003}
 
 
 def words_of(sentence: str) -> list[str]:
@@ -109,7 +107,8 @@ class Nlvr(QuestionData):
         shapes = shapes_of((), several, (), CELL)
         for shape in shapes:
             self.check_shape(shape)
-        mean, std = channel_statistics([self._panel(int(i), k) for i in self.splits["train"][::7] for k in range(3)])
+        shown = np.stack([self._panel(int(i), k) for i in self.splits["train"][::7] for k in range(PANELS)])
+        mean, std = statistics(torch.from_numpy(shown).movedim(-1, 1))
         super().__init__(
             shapes=shapes,
             kinds=QUESTIONS,
@@ -169,7 +168,7 @@ class Nlvr(QuestionData):
             fitting = [int(i) for i in members[self.lengths[members] == length]]
             for first in range(0, len(fitting), self.eval_batch_size):
                 chosen = fitting[first : first + self.eval_batch_size]
-                yield [(number, sample_seed(_SEEDS[split], 0, number)) for number in chosen]
+                yield [(number, sample_seed(ROW_SEEDS[split], 0, number)) for number in chosen]
 
     def row(self, split: str, shape: Shape, key: tuple[int, int]) -> tuple[list[View], list[Asked]]:
         number, seed = key
@@ -206,7 +205,7 @@ def questions_of(
     """The sentence and questions about the objects of panels in the order they are shown."""
     out = [Asked("sentence", " ".join(words_of(record["sentence"])), "true" if record["label"] else "false")]
     names = [[name_of(item) for item in panel] for panel in panels]
-    clear = [(which, *entry) for which, panel in enumerate(panels) for entry in clear_extremes(panel)]
+    clear = [(which, *entry) for which, panel in enumerate(panels) for entry in clear_objects(panel)]
     wanted = QUESTIONS.count("where")
     for chosen in draw.choice(len(clear), wanted, replace=len(clear) < wanted):
         which, extreme, name, box = clear[int(chosen)]
@@ -231,16 +230,12 @@ def name_of(item: Mapping[str, Any]) -> str:
     return f"{item['color']} {item['shape']}"
 
 
-def clear_extremes(panel: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, tuple[int, int, int, int]]]:
+def clear_objects(panel: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, tuple[int, int, int, int]]]:
     """(extreme, name, box) of every object that is the highest, lowest ... of its name by a clear margin."""
     out = []
     for name in sorted({name_of(item) for item in panel}):
         boxes = [box_of(item) for item in panel if name_of(item) == name]
-        middles = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in boxes]
-        for extreme, axis, sign in zip(EXTREMES, (1, 1, 0, 0), (1, -1, 1, -1), strict=True):
-            along = sorted((sign * middle[axis], which) for which, middle in enumerate(middles))
-            if len(along) == 1 or along[1][0] - along[0][0] >= _MARGIN:
-                out.append((extreme, name, boxes[along[0][1]]))
+        out += [(extreme, name, boxes[which]) for extreme, which in clear_extremes(boxes, _MARGIN)]
     return out
 
 

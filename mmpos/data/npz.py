@@ -110,7 +110,7 @@ def read_npz(path: Path) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
             f"root: {path} holds {sorted(arrays)}; expected label with either images, or jpeg (or png) and offsets. "
             f"See datasets/npz/README.md"
         )
-    pixels = _decode(arrays[encoded], arrays["offsets"]) if encoded else arrays["images"]
+    pixels = decode_images(arrays[encoded], arrays["offsets"]) if encoded else arrays["images"]
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
         raise ValueError(
             f"root: images of {path} must be uint8 (N, H, W) or (N, H, W, C), got {pixels.dtype} {pixels.shape}"
@@ -136,7 +136,8 @@ def read_npz(path: Path) -> tuple[Tensor, Tensor, Tensor, tuple[str, ...]]:
     return images, labels, split, classes
 
 
-def _decode(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def decode_images(data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Encoded images that stand back to back. Shape: ``(N, H, W)`` or ``(N, H, W, 3)`` uint8."""
     try:
         from PIL import Image
     except ImportError as error:

@@ -86,7 +86,7 @@ class Cape4:
         pairs = self.num_heads * self.head_dim // 2
         turns = pose.repeat_interleave(pairs // 4, -1).unflatten(-1, (self.num_heads, -1))  # (B, V, heads, d / 2)
         turns = turns.repeat_interleave(tokens, 1).transpose(1, 2)
-        return Rotations(self.head_dim, turns.cos(), turns.sin())
+        return Rotations.of(turns)
 
 
 def look_at_pose(cameras: Cameras, radii: tuple[float, float] = RADII) -> Tensor:

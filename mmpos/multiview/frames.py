@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mmpos.functional.points import random_rotations
 from mmpos.multiview.cameras import Cameras
 
 __all__ = ["frame_change_error", "random_rigid"]
@@ -16,15 +17,9 @@ def random_rigid(
     count: int, *, distance: float = 1.0, generator: torch.Generator | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Rotations, uniform over all of them, with Gaussian translations. Shape: ``(count, 1, 4, 4)``."""
-    q = torch.randn(count, 4, generator=generator, dtype=torch.float64)
-    w, x, y, z = (q / q.norm(dim=-1, keepdim=True)).unbind(-1)
-    rows = [
-        [1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)],
-        [2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)],
-        [2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)],
-    ]
+    turns = random_rotations(torch.rand(count, 3, generator=generator, dtype=torch.float64))
     out = torch.eye(4, dtype=torch.float64).repeat(count, 1, 1, 1)
-    out[:, 0, :3, :3] = torch.stack([torch.stack(row, -1) for row in rows], -2)
+    out[:, 0, :3, :3] = turns
     out[:, 0, :3, 3] = distance * torch.randn(count, 3, generator=generator, dtype=torch.float64)
     return out.to(dtype)
 

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmpos.functional.rotary import inverse_frequencies
 from mmpos.multiview.cameras import Cameras
 from mmpos.multiview.parts import Geometry, Matrices, Part, Rotations, Untouched, patch_coordinates
 
@@ -122,7 +123,7 @@ class Gta(nn.Module):
             return None
         if grid is None:
             raise ValueError(f"grid, {name}: so2 and t2 need the places of tokens in their images; give one of the two")
-        places = patch_coordinates(grid, cameras.num_views, cameras.w2c.dtype, cameras.w2c.device)
+        places = patch_coordinates(grid, cameras.num_views, cameras.w2c)
         sizes = places.new_tensor([float(size) for size in grid])
         return ((places + 0.5) / sizes)[None]
 
@@ -146,8 +147,7 @@ class Gta(nn.Module):
             steps = torch.arange(1 - width["so2"] // 4, 1, dtype=places.dtype, device=places.device)
             steps = torch.zeros_like(steps) if self.shared_freqs else steps
             turns = 2 * math.pi * self.max_freq * (2.0**steps)[:, None] * places[:, :, None]  # (B, T, freq, axis)
-            turns = turns.flatten(-2)[:, None]
-            rotation = Rotations(width["so2"], turns.cos(), turns.sin())
+            rotation = Rotations.of(turns.flatten(-2)[:, None])
             made.append(rotation.backward() if side == "output" else rotation)
         if width["t2"]:
             assert places is not None
@@ -190,10 +190,8 @@ def gta_image(grid: Sequence[int], head_dim: int, *, base: float = 10_000.0, val
     """
     if head_dim % 4 or head_dim < 4:
         raise ValueError(f"head_dim: expected a multiple of 4 (pairs for rows and columns), got {head_dim}")
-    count = head_dim // 4
-    places = patch_coordinates(grid, 1, torch.float64, None)
-    frequencies = base ** (-torch.arange(count, dtype=torch.float64) / count)
-    turns = (frequencies[:, None] * places[:, None]).flatten(-2)[None, None]
-    rotation = Rotations(head_dim, turns.cos(), turns.sin())
+    frequencies = inverse_frequencies(head_dim // 4, base, dtype=torch.float64)
+    places = patch_coordinates(grid, 1, frequencies)
+    rotation = Rotations.of((frequencies[:, None] * places[:, None]).flatten(-2)[None, None])
     parts: tuple[Part, ...] = (rotation,)
     return Geometry(parts, parts, parts if values else None, (rotation.backward(),) if values else None)

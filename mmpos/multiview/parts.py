@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from mmpos.functional.rotary import Rotation, rotate, rotation_from_angles
+from mmpos.positions import Positions
 
 __all__ = ["Geometry", "Matrices", "Part", "Rotations", "Untouched", "attend_views", "encode", "patch_coordinates"]
 
@@ -33,33 +36,30 @@ class Matrices:
 
 @dataclass(frozen=True, eq=False)
 class Rotations:
-    """Pairs of channels turned by the angles of their token.
+    """Pairs of channels turned by the angles of their token, with the kernels of :mod:`mmpos.functional.rotary`."""
 
-    Args:
-        width: channels, twice the number of pairs.
-        cos: cosines of each pair.
-        sin: sines.
-        halves: whether pair ``n`` is channels ``n`` and ``n + width / 2`` rather than two adjacent ones.
+    rotation: Rotation
 
-    Shape:
-        cos, sin ``(B or 1, heads or 1, T or 1, width / 2)``.
-    """
+    @classmethod
+    def of(cls, angles: Tensor, *, num_prefix: int = 0, halves: bool = False) -> Rotations:
+        """From angles ``(B or 1, heads or 1, T, width / 2)``; prefix tokens are not turned."""
+        layout = "half" if halves else "interleaved"
+        return cls(rotation_from_angles(angles, num_prefix=num_prefix, layout=layout))
 
-    width: int
-    cos: Tensor
-    sin: Tensor
-    halves: bool = False
+    @property
+    def width(self) -> int:
+        """Channels, twice the number of pairs."""
+        return 2 * self.rotation.cos.shape[-1]
 
     def apply(self, x: Tensor) -> Tensor:
         """Shape: ``(B, heads, T, width)`` in and out."""
-        a, b = x.chunk(2, -1) if self.halves else x.unflatten(-1, (-1, 2)).unbind(-1)
-        cos, sin = self.cos.to(x.dtype), self.sin.to(x.dtype)
-        turned = (a * cos - b * sin, b * cos + a * sin)
-        return torch.cat(turned, -1) if self.halves else torch.stack(turned, -1).flatten(-2)
+        return rotate(x, self.rotation)
 
     def backward(self) -> Rotations:
         """The opposite rotations."""
-        return Rotations(self.width, self.cos, -self.sin, self.halves)
+        cos, sin = self.rotation.cos, -self.rotation.sin
+        pairs = None if self.rotation.pairs is None else torch.stack([cos, sin], -1)
+        return Rotations(replace(self.rotation, sin=sin, pairs=pairs))
 
 
 @dataclass(frozen=True)
@@ -138,10 +138,7 @@ def attend_views(
     return encode(out, geometry.output)
 
 
-def patch_coordinates(grid: Sequence[int], views: int, dtype: torch.dtype, device: torch.device | None) -> Tensor:
+def patch_coordinates(grid: Sequence[int], views: int, like: Tensor) -> Tensor:
     """Row and column of each patch, the same in each view. Shape: ``(views * rows * cols, 2)``."""
     rows, cols = (int(size) for size in grid)
-    if min(rows, cols) < 1:
-        raise ValueError(f"grid: expected rows and columns of patches, 1 or more, got {tuple(grid)}")
-    edges = [torch.arange(size, dtype=dtype, device=device) for size in (rows, cols)]
-    return torch.stack(torch.meshgrid(*edges, indexing="ij"), -1).flatten(0, 1).repeat(views, 1)
+    return Positions.grid(rows, cols, dtype=like.dtype, device=like.device).coords[0].repeat(views, 1)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mmpos.functional.rotary import inverse_frequencies
 from mmpos.multiview.cameras import Cameras
 from mmpos.multiview.parts import Geometry, Matrices, Part, Rotations, patch_coordinates
 
@@ -86,13 +87,12 @@ class Prope:
 
     def _angles(self, cameras: Cameras, grid: Sequence[int], num_prefix: int) -> tuple[Rotations, Rotations]:
         """Rotations by column and by row, the second half of a quarter paired with the first."""
-        width = self.head_dim // 4
-        steps = torch.arange(width // 2, dtype=cameras.w2c.dtype, device=cameras.w2c.device)
-        frequencies = self.base ** (-steps / (width // 2))
-        places = patch_coordinates(grid, cameras.num_views, cameras.w2c.dtype, cameras.w2c.device)
-        places = torch.cat([places.new_zeros(num_prefix, 2), places])
-        turns = [-self.scale * places[:, axis, None] * frequencies for axis in (1, 0)]
-        columns, rows = (Rotations(width, turn.cos()[None, None], turn.sin()[None, None], True) for turn in turns)
+        frequencies = inverse_frequencies(
+            self.head_dim // 8, self.base, device=cameras.w2c.device, dtype=cameras.w2c.dtype
+        )
+        places = patch_coordinates(grid, cameras.num_views, cameras.w2c)
+        turns = [-self.scale * places[None, None, :, axis, None] * frequencies for axis in (1, 0)]
+        columns, rows = (Rotations.of(turn, num_prefix=num_prefix, halves=True) for turn in turns)
         return columns, rows
 
 

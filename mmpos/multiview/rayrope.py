@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmpos.functional.rotary import Rotation
 from mmpos.multiview.cameras import Cameras
 from mmpos.multiview.parts import Rotations
 
@@ -344,7 +345,7 @@ class RayRope(nn.Module):
                 f"q, k: expected {geometry.query_cos.shape[1]} queries and {geometry.key_cos.shape[2]} keys of "
                 f"{self.head_dim} channels, got {tuple(q.shape)} and {tuple(k.shape)}"
             )
-        own = Rotations(self.head_dim, geometry.query_cos[:, None], -geometry.query_sin[:, None], halves=True)
+        own = Rotations(Rotation("half", geometry.query_cos[:, None], -geometry.query_sin[:, None]))
         turned = own.apply(q)
         full = None if mask is None else mask.expand(*q.shape[:3], k.shape[2]).unflatten(2, (views, -1))
         out = []
@@ -353,7 +354,7 @@ class RayRope(nn.Module):
             part = slice(first, first + step)
             count = len(range(views)[part])
             cos, sin = (t[:, part].flatten(0, 1)[:, None] for t in (geometry.key_cos, geometry.key_sin))
-            seen = Rotations(self.head_dim, cos, -sin, halves=True)
+            seen = Rotations(Rotation("half", cos, -sin))
             keys = seen.apply(k.repeat_interleave(count, 0))
             values = v.repeat_interleave(count, 0)
             queries = turned.unflatten(2, (views, -1))[:, :, part].transpose(1, 2).flatten(0, 1)
@@ -363,7 +364,7 @@ class RayRope(nn.Module):
             )
             out.append(found.unflatten(0, (len(q), count)).transpose(1, 2).flatten(2, 3))
         joined = torch.cat(out, 2)
-        return replace(own, sin=-own.sin).apply(joined) if self.values else joined
+        return own.backward().apply(joined) if self.values else joined
 
 
 def mean_rotation(low: Tensor, high: Tensor, *, shortcut: float = 0.0) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ import torch
 
 from mmpos.data import create_data
 from mmpos.data.bccd import Bccd, Photo, clear_objects
-from mmpos.data.boxed import channel_statistics
-from mmpos.data.nlvr import Nlvr, clear_extremes, words_of
+from mmpos.data.nlvr import Nlvr, words_of
+from mmpos.data.nlvr import clear_objects as clear_shapes
 from mmpos.data.order import sample_seed
 from mmpos.data.questions import Shape
 from mmpos.data.vlm import box_overlap
@@ -43,7 +43,7 @@ def bccd(tmp_path_factory: pytest.TempPathFactory) -> Bccd:
 def test_words_and_extremes_by_hand() -> None:
     assert words_of("There's ONE tower, with 4 blocks.") == ["there's", "one", "tower", "with", "4", "blocks"]
     item = lambda x, y, color: {"x": x, "y": y, "size": 10, "shape": "circle", "color": color}  # noqa: E731
-    found = clear_extremes([item(0, 50, "blue"), item(40, 52, "blue"), item(90, 95, "black")])
+    found = clear_shapes([item(0, 50, "blue"), item(40, 52, "blue"), item(90, 95, "black")])
     # two blue circles at nearly one height: only left and right are clear; the edge of the panel cuts the black one
     assert sorted(entry for entry in found if entry[1] == "blue circle") == [
         ("left-most", "blue circle", (0, 50, 10, 60)),
@@ -200,14 +200,6 @@ def test_dense_labels_come_with_every_panel(nlvr: Nlvr, bccd: Bccd) -> None:
     names = bccd.questions("train", bccd.shapes[0], [(0, 1), (1, 2)]).names
     assert names is not None
     assert torch.equal(names, torch.tensor(bccd.object_words)[crops.labels])
-
-
-def test_statistics_are_those_of_all_pixels() -> None:
-    images = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
-    mean, std = channel_statistics(images)
-    flat = torch.from_numpy(images).double().flatten(0, 2) / 255
-    torch.testing.assert_close(torch.tensor(mean, dtype=torch.float64), flat.mean(0))
-    torch.testing.assert_close(torch.tensor(std, dtype=torch.float64), flat.std(0, correction=0))
 
 
 def test_wrong_files_and_options_are_named(tmp_path: Path, nlvr: Nlvr) -> None:

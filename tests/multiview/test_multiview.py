@@ -176,7 +176,8 @@ def test_prefix_tokens_stand_in_the_first_view() -> None:
     run = lambda c: attend_views(q, k, v, Prope(16).prepare(c, GRID, num_prefix=1))  # noqa: E731
     assert frame_change_error(run, views, distance=2.0) < 1e-9
     geometry = Prope(16).prepare(views, GRID, num_prefix=1)
-    torch.testing.assert_close(encode(q, geometry.query)[:, :, 0, :8], encode(q, geometry.query)[:, :, 0, :8])
+    seen = torch.einsum("bij,bhni->bhnj", views.projection[:, 0], q[:, :, 0, :8].unflatten(-1, (2, 4)))  # P^T q
+    torch.testing.assert_close(encode(q, geometry.query)[:, :, 0], torch.cat([seen.flatten(-2), q[:, :, 0, 8:]], -1))
     without = encode(q[:, :, 1:], Prope(16).prepare(views, GRID).query)
     torch.testing.assert_close(encode(q, geometry.query)[:, :, 1:], without)
 
